@@ -1,0 +1,184 @@
+"""What a checkpoint's files declare, put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kvguard.checkpoint.geometry import read_geometry, text_section
+from kvguard.checkpoint.json_config import Section, parse_object
+from kvguard.checkpoint.models import CheckpointFiles, Declared, DeclaredScales, Geometry, KVScheme, Quantization
+from kvguard.checkpoint.quantization import (
+    CONFIG,
+    OVERRIDES,
+    SIDECAR,
+    apply_overrides,
+    effective_method,
+    find_quantization,
+    find_scheme,
+)
+from kvguard.checkpoint.scales import declared_scales
+from kvguard.facts.kv_resolution import COMPRESSED_TENSORS, never_resolves
+from kvguard.facts.versions import NEWEST
+from kvguard.vocabulary import Claim, ScaleState, Source, Stage, UsageError, canonical_dtype
+
+# Keys that look as if they set the KV cache and that no examined vLLM reads.
+_IGNORED_KEYS = ("kv_cache_dtype", "cache_dtype", "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_config")
+
+
+def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = None) -> Declared:
+    """What the files ask for, after `--hf-overrides` (a JSON object) if there are any.
+
+    UsageError, naming file and key, when config.json is missing or holds what vLLM cannot start with.
+    """
+    if files.config_json is None:
+        raise UsageError(f"{files.directory}: no config.json; a Hugging Face model directory is needed")
+    overrides = parse_object(json.dumps(hf_overrides).encode(), OVERRIDES) if hf_overrides else {}
+    config = apply_overrides(parse_object(files.config_json, CONFIG), overrides)
+    sidecar_bytes = files.hf_quant_config_json
+    sidecar = None if sidecar_bytes is None else parse_object(sidecar_bytes, SIDECAR)
+    section = Section(config, CONFIG)
+    text = text_section(section)
+    geometry = read_geometry(section)
+    block = find_quantization(config, sidecar, overrides)
+    quantization = block[0] if block else None
+    scheme = find_scheme(*block) if block else None
+    dtype, dtype_where, dtype_findings = _model_dtype(section, text)
+    scales, scale_findings = declared_scales(files, geometry)
+    architectures = section.words("architectures") or ()
+    model_type = section.text("model_type")
+    return Declared(
+        directory=files.directory,
+        architecture=architectures[0] if architectures else None,
+        model_type=model_type,
+        model_dtype=dtype,
+        quant_method=effective_method(quantization, NEWEST),
+        quantization=quantization,
+        kv_scheme=scheme,
+        geometry=geometry,
+        scales=scales,
+        has_chat_template=files.has_chat_template,
+        max_position_embeddings=text.number("max_position_embeddings", "n_positions", "seq_length"),
+        traits=_traits(architectures, text),
+        claims=_claims(dtype, dtype_where, scheme, scales),
+        findings=(
+            *_ignored_keys(section),
+            *_quantization_findings(quantization, scheme, sidecar),
+            *dtype_findings,
+            *scale_findings,
+            *_scale_state_findings(scales, scheme),
+            *_weight_findings(files, geometry),
+        ),
+    )
+
+
+def _model_dtype(config: Section, text: Section) -> tuple[str | None, str, tuple[str, ...]]:
+    """The model's dtype, where it was read, and findings."""
+    findings: tuple[str, ...] = ()
+    for section in (config, text):
+        new, old = section.text("dtype"), section.text("torch_dtype")
+        if new and old and canonical_dtype(new) != canonical_dtype(old):
+            findings = (f"{section.place('dtype')} = {new!r} and torch_dtype = {old!r} differ; dtype is used",)
+        if new or old:
+            return canonical_dtype(new or old or ""), section.place("dtype" if new else "torch_dtype"), findings
+    return None, "", (f"{CONFIG}: no dtype; what a 16-bit cache would hold is decided by the engine",)
+
+
+def _traits(architectures: tuple[str, ...], text: Section) -> frozenset[str]:
+    """Architecture features that facts.kv_resolution.model_rule has rules for."""
+    model_type = text.text("model_type") or ""
+    checks = {
+        "deepseek_v32": "DeepseekV32ForCausalLM" in architectures,
+        "glm_moe_dsa": "GlmMoeDsaForCausalLM" in architectures,
+        "sparse_mla": text.has("index_topk") is not None and text.has("kv_lora_rank") is not None,
+        "deepseek_v4": model_type.startswith("deepseek_v4") or text.has("compress_ratios") is not None,
+        "dots3_note": model_type == "dots3_note",
+    }
+    return frozenset(name for name, holds in checks.items() if holds)
+
+
+def _claims(dtype: str | None, where: str, scheme: KVScheme | None, scales: DeclaredScales) -> tuple[Claim, ...]:
+    claims = []
+    if dtype:
+        claims.append(Claim(stage=Stage.DECLARED, source=Source.CONFIG_JSON, field="model_dtype", value=dtype, where=where))
+    if scheme:
+        source = Source.HF_QUANT_CONFIG if scheme.where.startswith(SIDECAR) else Source.CONFIG_JSON
+        claims.append(
+            Claim(
+                stage=Stage.DECLARED,
+                source=source,
+                field="kv_cache_scheme",
+                value=scheme.raw,
+                where=scheme.where,
+                note=f"belongs to quantization method {scheme.producer}",
+            )
+        )
+    claims.append(
+        Claim(
+            stage=Stage.DECLARED,
+            source=Source.SCALE_TENSORS,
+            field="scales",
+            value=scales.state.value,
+            where=scales.where,
+            note=f"{scales.tensors} KV scale tensors",
+        )
+    )
+    return tuple(claims)
+
+
+def _ignored_keys(config: Section) -> tuple[str, ...]:
+    places = [config]
+    for name in ("text_config", "quantization_config"):
+        nested = config.value.get(name)
+        if isinstance(nested, Mapping):
+            places.append(Section(nested, config.where, f"{name}."))
+    found = []
+    for section in places:
+        ours = ("kv_cache_dtype", "cache_dtype") if section.prefix == "quantization_config." else _IGNORED_KEYS
+        found += [
+            f"{section.place(key)}={section.value[key]!r} is ignored by vLLM: it does not read that key"
+            for key in ours
+            if isinstance(section.value.get(key), str | int | float | dict | list)
+        ]
+    return tuple(text if len(text) <= 300 else text[:297] + "..." for text in found)
+
+
+def _quantization_findings(
+    quantization: Quantization | None, scheme: KVScheme | None, sidecar: Mapping[str, Any] | None
+) -> tuple[str, ...]:
+    if quantization is None:
+        return ()
+    findings = []
+    if sidecar is not None and quantization.file != SIDECAR:
+        findings.append(f"{SIDECAR}: not read by vLLM, because {quantization.where} exists")
+    method = effective_method(quantization, NEWEST)
+    if method is None:
+        findings.append(f"{quantization.where}: no quant_method, so vLLM applies no KV declaration from it")
+    never = never_resolves(method) if method else None
+    if scheme is not None and never is not None:
+        findings.append(f"{scheme.where}: {never.reason}")
+    if scheme and (method or "").startswith("modelopt") and scheme.num_bits == 8 and scheme.dynamic is not False:
+        findings.append(f'{scheme.where}: without "dynamic": false vLLM leaves an 8-bit scheme unused')
+    return tuple(findings)
+
+
+def _scale_state_findings(scales: DeclaredScales, scheme: KVScheme | None) -> tuple[str, ...]:
+    findings = []
+    for title, places in (("missing in", scales.missing_layers), ("not usable in", scales.invalid_layers)):
+        if places:
+            more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+            findings.append(f"{scales.where}: KV scales are {title} {', '.join(places[:4])}{more}")
+    if scheme and scales.state is ScaleState.UNIT_DEFAULT:
+        silent = ", and vLLM prints no warning" if scheme.producer == COMPRESSED_TENSORS else ""
+        findings.append(f"{scheme.where}: declared, but the files have no KV scale tensors: scale 1.0 is used{silent}")
+    return tuple(findings)
+
+
+def _weight_findings(files: CheckpointFiles, geometry: Geometry) -> tuple[str, ...]:
+    findings = []
+    if files.other_weights and not files.safetensors:
+        findings.append(f"{files.other_weights[0]}: not safetensors, so its scale tensors cannot be seen")
+    if geometry.unknown_reason:
+        findings.append(f"{geometry.unknown_reason}; bytes per token are unknown")
+    return tuple(findings)

@@ -1,0 +1,152 @@
+"""What a checkpoint's files are and declare, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from kvguard.vocabulary import Claim, Frozen, ScaleState
+
+
+class TensorInfo(Frozen):
+    """One tensor of a safetensors file: dtype as the format spells it ("BF16"), shape, and its bytes' place.
+
+    `start` and `end` count from the end of the header, as in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsHeader(Frozen):
+    """The header of one safetensors file. `header_bytes` includes the eight length bytes; data follows it."""
+
+    file: str
+    size: int
+    header_bytes: int
+    tensors: dict[str, TensorInfo]
+
+
+class CheckpointFiles(Frozen):
+    """The bytes of a model directory that say something about its KV cache.
+
+    `scale_values` holds the values of the KV scale tensors that could be decoded; `other_weights` names weight files
+    in other formats, whose tensors are not seen.
+    """
+
+    directory: str
+    config_json: bytes | None
+    hf_quant_config_json: bytes | None = None
+    index_json: bytes | None = None
+    has_chat_template: bool = False
+    safetensors: tuple[SafetensorsHeader, ...] = ()
+    scale_values: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    other_weights: tuple[str, ...] = ()
+
+
+class Quantization(Frozen):
+    """The quantization block that vLLM takes, and what it needs to name the method.
+
+    `file` is "config.json", "hf_quant_config.json" or "--hf-overrides"; `block` its key there ("" for the whole
+    sidecar). `method` is `quant_method` as written, lower case, or None. `producer`, `quant_algo` and `legacy_modelopt`
+    are what the ModelOpt inference reads.
+    """
+
+    file: str
+    block: str
+    method: str | None
+    producer: str | None = None
+    producer_version: str | None = None
+    quant_algo: str | None = None
+    legacy_modelopt: bool = False
+
+    @property
+    def where(self) -> str:
+        """The place as shown to people: "config.json: quantization_config"."""
+        return f"{self.file}: {self.block}" if self.block else self.file
+
+    def key(self, name: str) -> str:
+        """The place of a key inside the block: "config.json: quantization_config.kv_cache_scheme"."""
+        return f"{self.file}: {self.block}.{name}" if self.block else f"{self.file}: {name}"
+
+
+class KVScheme(Frozen):
+    """A KV cache declaration. `producer` is the quantization method it belongs to; `raw` its JSON value.
+
+    The typed fields are None when the declaration is a name ("FP8") or lacks them.
+    """
+
+    producer: str
+    raw: Any
+    where: str
+    num_bits: int | None = None
+    type: str | None = None
+    dynamic: bool | None = None
+    strategy: str | None = None
+    symmetric: bool | None = None
+
+
+class DeclaredScales(Frozen):
+    """The KV scale tensors in the files, one tuple of values per layer and side.
+
+    `state`: `checkpoint`, `unit_declared` (all exactly 1.0), `unit_default` (none), `partial` or `invalid`.
+    `missing_layers` reads "model.layers.3 (k, v)", `invalid_layers` "model.layers.3 (k = nan)". `forms` are the ids of
+    the name forms found, `tensors` counts key and value scale tensors, `query` tells whether query scales exist.
+    """
+
+    state: ScaleState
+    k: dict[int, tuple[float, ...]] = Field(default_factory=dict)
+    v: dict[int, tuple[float, ...]] = Field(default_factory=dict)
+    missing_layers: tuple[str, ...] = ()
+    invalid_layers: tuple[str, ...] = ()
+    tensors: int = 0
+    files: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
+    query: bool = False
+    where: str = ""
+
+
+class Geometry(Frozen):
+    """What one token costs. `kv_heads` and `head_size` are of the whole model (MLA: 1 and the latent size).
+
+    `layer_indices` are the attention layers, None when the config does not say which they are. `sliding_layers` is how
+    many of them see only a window of `sliding_window` tokens: for those, bytes per token hold within the window and
+    the engine frees what lies before it. `unknown_reason`: why the bytes are not modelled.
+    """
+
+    attention_layers: int | None = None
+    kv_heads: int | None = None
+    head_size: int | None = None
+    mla: bool = False
+    sliding_window: int | None = None
+    sliding_layers: int = 0
+    layer_types: tuple[str, ...] = ()
+    layer_indices: tuple[int, ...] | None = None
+    hybrid: bool = False
+    unknown_reason: str | None = None
+
+
+class Declared(Frozen):
+    """What the checkpoint's files ask for, with where each thing was read.
+
+    `model_dtype` is canonical ("bfloat16"), None when config.json has none. `quant_method` is the method as written or
+    as the newest examined vLLM infers it. `traits` are architecture features that vLLM has rules of its own for.
+    """
+
+    directory: str
+    architecture: str | None = None
+    model_type: str | None = None
+    model_dtype: str | None = None
+    quant_method: str | None = None
+    quantization: Quantization | None = None
+    kv_scheme: KVScheme | None = None
+    geometry: Geometry
+    scales: DeclaredScales
+    has_chat_template: bool = False
+    max_position_embeddings: int | None = None
+    traits: frozenset[str] = frozenset()
+    claims: tuple[Claim, ...] = ()
+    findings: tuple[str, ...] = ()

@@ -1,0 +1,60 @@
+"""The `kvguard` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvguard import __version__
+from kvguard.cli import demo, policy, record
+from kvguard.cli.inspect import inspect
+from kvguard.cli.serve import serve
+from kvguard.cli.verify import verify
+from kvguard.vocabulary import KvguardError
+
+app = typer.Typer(
+    name="kvguard",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Establish, enforce and record the KV cache that a vLLM engine really runs.",
+)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve)
+app.command()(inspect)
+app.command()(verify)
+app.add_typer(record.app, name="record", help="Show and compare run records.")
+app.add_typer(policy.app, name="policy", help="Check policy files and print their schema.")
+app.add_typer(demo.app, name="demo", help="The CPU engine, the small model, and the main job on them.")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvguard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Establish, enforce and record the KV cache that a vLLM engine really runs."""
+
+
+def main() -> None:
+    """Run the command line; every error a person must act on is one line and an exit code."""
+    try:
+        app()
+    except KvguardError as error:
+        print(f"kvguard: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""`kvguard serve`: start the wrapped vLLM, prove its KV cache, and serve it, or refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+from prometheus_client import CollectorRegistry
+
+from kvguard.engine.plan import Listen, Plan
+from kvguard.engine.process import become_subreaper
+from kvguard.engine.run_directory import RunDirectory
+from kvguard.guard.board import Board
+from kvguard.guard.gate import Gate
+from kvguard.guard.lifecycle import Guard
+from kvguard.guard.prepare import Prepared, plan_for, prepare, raise_file_limit, stdout_is_terminal
+from kvguard.guard.settings import Settings
+from kvguard.policy.models import OnViolation, Policy
+from kvguard.policy.parse import load_policy
+from kvguard.proxy.forward import Forwarder
+from kvguard.proxy.management import management_app, serve_management
+from kvguard.proxy.server import TLS, DataPlane, bind
+from kvguard.proxy.upstream import Limits, Upstream
+from kvguard.record.redact import redact_argv
+from kvguard.record.store import default_directory
+from kvguard.telemetry.logging import configure
+from kvguard.telemetry.metrics import GuardCollector, ProxyMetrics
+from kvguard.verdict.checks import describe, violates
+from kvguard.vocabulary import UsageError
+
+log = structlog.get_logger("kvguard")
+_TERMINATION_LOG = Path("/dev/termination-log")
+
+
+def serve(
+    context: typer.Context,
+    *,
+    policy: Annotated[Path | None, typer.Option(help="Policy file (YAML). Without one, only integrity is checked.")] = None,
+    management_host: Annotated[
+        str | None, typer.Option(help="Address of the management port; default: the API's host.")
+    ] = None,
+    management_port: Annotated[int, typer.Option(help="Port for /livez /readyz /metrics /record /evidence.")] = 9464,
+    record_dir: Annotated[
+        Path | None, typer.Option(help="Where run records are written; default: $XDG_STATE_HOME/kvguard/records.")
+    ] = None,
+    settle: Annotated[float, typer.Option(help="Seconds to keep accepting after SIGTERM.", min=0)] = 5.0,
+    grace: Annotated[float, typer.Option(help="Seconds from SIGTERM to the end of everything.", min=1)] = 25.0,
+    start_timeout: Annotated[
+        float | None, typer.Option(help="Seconds the engine may take to become healthy; default: no limit.", min=1)
+    ] = None,
+    log_json: Annotated[bool, typer.Option(help="Write kvguard's own log as JSON lines.")] = False,
+) -> None:
+    """Start vLLM behind kvguard: explicit KV dtype, proven from the tensors, or refused.
+
+    Put `kvguard serve --` before the command you have. kvguard listens where vLLM would have.
+
+    Example: kvguard serve --policy policy.yaml -- vllm serve MODEL --max-model-len 8192
+    """
+    started = _process_start()
+    configure(json=log_json or None)
+    argv = tuple(context.args)
+    loaded = load_policy(policy) if policy is not None else None
+    raise_file_limit()
+    become_subreaper()
+    settings = Settings(
+        settle=settle,
+        grace=grace,
+        start_timeout=start_timeout,
+        record_directory=record_dir or default_directory(os.environ),
+        termination_log=_termination_log(),
+    )
+    prepared = prepare(argv, loaded, os.environ)
+    with RunDirectory(os.environ) as run_directory:
+        plan = plan_for(prepared, run_directory, os.environ, colour=stdout_is_terminal())
+        for name, content in plan.files.items():
+            run_directory.write(name, content)
+        show_plan(prepared, plan, loaded)
+        code = _run(prepared, plan, loaded, settings, run_directory, argv, started, management_host, management_port)
+    sys.exit(code)
+
+
+def show_plan(prepared: Prepared, plan: Plan, policy: Policy | None) -> None:
+    """Print what will be started and every change to the command, with its reason, on standard error."""
+    resolution, prediction = prepared.resolution, prepared.resolution.prediction
+    write = sys.stderr.write
+    write(f"kvguard: engine   vLLM {prepared.engine.full_version} ({prepared.engine.executable})\n")
+    write(f"kvguard: model    {prepared.declared.directory}\n")
+    for finding in prepared.declared.findings:
+        write(f"kvguard: finding  {finding}\n")
+    write(f"kvguard: policy   {_policy_words(policy)}\n")
+    write(f"kvguard: KV cache {resolution.target}, scales {prediction.scales} (predicted: {prediction.reason})\n")
+    for change in plan.changes:
+        write(f"kvguard: change   {change.what}: {change.why}\n")
+    for warning in (*plan.warnings, *prepared.degraded):
+        write(f"kvguard: warning  {warning}\n")
+    for check in prepared.checks:
+        write(f"kvguard: check    {describe(check)}\n")
+    write(f"kvguard: command  {' '.join(redact_argv(list(plan.argv)))}\n")
+    sys.stderr.flush()
+
+
+def _policy_words(policy: Policy | None) -> str:
+    if policy is None:
+        return "none: only integrity is checked"
+    wanted = " or ".join(policy.kv_cache.dtype) or "any dtype"
+    return f"{wanted}, scales {policy.kv_cache.scales}, at least {policy.kv_cache.min_confidence}, {policy.on_violation}"
+
+
+def _run(
+    prepared: Prepared,
+    plan: Plan,
+    policy: Policy | None,
+    settings: Settings,
+    run_directory: RunDirectory,
+    argv: tuple[str, ...],
+    started: float,
+    management_host: str | None,
+    management_port: int,
+) -> int:
+    """Open the two ports, live the engine's life, close them."""
+    gate = Gate()
+    board = Board(gate)
+    registry = CollectorRegistry()
+    registry.register(GuardCollector(lambda: board.status))
+    observer = ProxyMetrics(registry)
+    refused = violates(prepared.checks) and (policy is None or policy.on_violation is OnViolation.REFUSE)
+    listener = _listen(plan.listen)
+    management = bind(management_host or plan.listen.host, management_port)
+    forwarder = Forwarder(gate, Upstream(uds=str(run_directory.socket)), observer, Limits())
+    data_plane = DataPlane(forwarder, [listener], _tls(plan.listen))
+    guard = Guard(
+        prepared,
+        plan,
+        policy,
+        settings,
+        board,
+        data_plane,
+        run_directory,
+        argv=argv,
+        started=started,
+    )
+    app = management_app(
+        lambda: board.status,
+        lambda: board.record,
+        lambda: policy.model_dump(mode="json") if policy is not None else None,
+        lambda: [claim.model_dump(mode="json") for claim in board.claims],
+        registry,
+    )
+
+    async def live() -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, guard.request_stop)
+        if refused:  # nothing will serve: the ports are never opened
+            return await guard.run()
+        data_plane.start()
+        closed = asyncio.Event()
+        serving = asyncio.create_task(serve_management(app, management, closed))
+        try:
+            return await guard.run()
+        finally:
+            closed.set()
+            with contextlib.suppress(Exception):
+                await serving
+
+    try:
+        return asyncio.run(live())
+    finally:
+        data_plane.close()
+        management.close()
+        if plan.listen.uds:
+            with contextlib.suppress(OSError):
+                Path(plan.listen.uds).unlink()
+
+
+def _listen(listen: Listen) -> socket.socket:
+    """The public socket: where the wrapped command said that vLLM should listen."""
+    if listen.uds is None:
+        return bind(listen.host, listen.port)
+    path = Path(listen.uds)
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(path.stat().st_mode):
+            path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on the Unix socket {path}: {error.strerror or error}; check --uds") from error
+    return listener
+
+
+def _tls(listen: Listen) -> TLS | None:
+    if listen.ssl_certfile is None:
+        return None
+    return TLS(
+        keyfile=listen.ssl_keyfile,
+        certfile=listen.ssl_certfile,
+        ca_certs=listen.ssl_ca_certs,
+        cert_reqs=listen.ssl_cert_reqs,
+        ciphers=listen.ssl_ciphers,
+    )
+
+
+def _termination_log() -> Path | None:
+    """Kubernetes' termination log, where there is one that we may write."""
+    named = os.environ.get("KVGUARD_TERMINATION_LOG")
+    path = Path(named) if named else _TERMINATION_LOG
+    return path if named or os.access(path, os.W_OK) else None
+
+
+def _process_start() -> float:
+    """When this process began, on `time.monotonic`'s clock, so that our own imports count as our time."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        age = 0.0
+    return time.monotonic() - age

@@ -1,0 +1,219 @@
+"""kvguard's own requests to the engine, over its Unix socket or TCP. Errors are values: nothing here raises them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from kvguard.evidence.metrics import MAX_PAGE
+from kvguard.evidence.replies import MAX_REPLY, NonceMismatch, TensorReading, parse_replies
+from kvguard.vocabulary import Json, UsageError
+
+EVIDENCE_PATH = "/_kvguard/inside/evidence"
+
+EVIDENCE_DEADLINE = 60.0
+"""Seconds to wait for the workers: the call waits for the step in progress, which a long prefill makes long."""
+
+_DEADLINE = 10.0
+_COMPLETION_DEADLINE = 120.0
+_MAX_BODY = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer. `status` None means none came; `error` says why, or that the body could not be read."""
+
+    status: int | None = None
+    body: Json = None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the engine answered 200 with a readable body."""
+        return self.status == 200 and not self.error
+
+    @property
+    def problem(self) -> str:
+        """What went wrong in words, "" when nothing did."""
+        if self.ok:
+            return ""
+        return self.error or f"HTTP {self.status}: {_message(self.body)}"
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceAnswer:
+    """What the reader inside the engine said, or why there is nothing."""
+
+    reading: TensorReading | None = None
+    problem: str = ""
+
+
+class EngineClient:
+    """Requests to one engine.
+
+    `target` is a URL ("http://127.0.0.1:8000") or the path of a Unix socket, with or without "unix:". `key` is the
+    engine's API key. Proxies and other environment settings are not used.
+    """
+
+    def __init__(self, target: str, key: str | None = None) -> None:
+        socket = socket_path(target)
+        self.target = target
+        self._http = httpx.AsyncClient(
+            base_url="http://engine" if socket else target,
+            transport=httpx.AsyncHTTPTransport(
+                uds=socket,
+                trust_env=False,
+                # No cap: httpcore keeps the slot of a request that is cancelled before its headers (httpcore#1093).
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=4),
+            ),
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            trust_env=False,
+            timeout=httpx.Timeout(None),  # each request has a deadline of its own
+        )
+        self._pending: asyncio.Task[Answer] | None = None
+        self._closed = ""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drop the connections, and the evidence call that may still be waiting."""
+        if self._pending is not None:
+            self._pending.cancel()
+            await asyncio.gather(self._pending, return_exceptions=True)
+        await self._http.aclose()
+
+    async def health(self) -> Answer:
+        """/health. 200 says that processes live, not that tokens come out."""
+        return await self._request("GET", "/health", deadline=_DEADLINE)
+
+    async def metrics_text(self) -> Answer:
+        """/metrics, its page as bytes in `body`."""
+        return await self._request("GET", "/metrics", deadline=_DEADLINE, limit=MAX_PAGE)
+
+    async def version(self) -> str | None:
+        """The version that /version names; None when it does not answer with one."""
+        answer = await self.get_json("/version")
+        value = answer.body.get("version") if answer.ok and isinstance(answer.body, dict) else None
+        return value if isinstance(value, str) and value else None
+
+    async def models(self) -> Answer:
+        """/v1/models, the engine's JSON."""
+        return await self.get_json("/v1/models")
+
+    async def get_json(self, path: str) -> Answer:
+        """GET a JSON document."""
+        return _as_json(await self._request("GET", path, deadline=_DEADLINE))
+
+    async def post(self, path: str, body: dict[str, Any], deadline: float = _COMPLETION_DEADLINE) -> Answer:
+        """POST a JSON document and read the JSON answer, within `deadline` seconds in all."""
+        return _as_json(await self._request("POST", path, deadline=deadline, content=json.dumps(body).encode()))
+
+    async def evidence(self, secret: str, nonce: str, deadline: float = EVIDENCE_DEADLINE) -> EvidenceAnswer:
+        """Ask the reader inside every worker.
+
+        One question at a time: while an earlier one is unanswered, this one is not sent. An answer that comes after
+        the deadline is discarded. An answer to another question closes the channel for this client's life, because
+        the engine's replies have lost step.
+        """
+        if self._closed:
+            return EvidenceAnswer(problem=self._closed)
+        if self._pending is not None and not self._pending.done():
+            return EvidenceAnswer(problem="an earlier question to the workers is still unanswered")
+        headers = {"x-kvguard-secret": secret, "x-kvguard-nonce": nonce}
+        # Waited for without cancelling it: a collective_rpc that is given up leaves replies behind.
+        self._pending = asyncio.create_task(
+            self._request("GET", EVIDENCE_PATH, deadline=None, headers=headers, limit=MAX_REPLY)
+        )
+        done, _ = await asyncio.wait({self._pending}, timeout=deadline)
+        if not done:
+            return EvidenceAnswer(problem=f"the workers did not answer within {deadline:g} s")
+        return self._read_evidence(self._pending.result(), nonce)
+
+    def _read_evidence(self, answer: Answer, nonce: str) -> EvidenceAnswer:
+        if answer.status == 404:
+            return EvidenceAnswer(problem="the engine has no reader of kvguard's, or another start's secret")
+        if not answer.ok:
+            return EvidenceAnswer(problem=f"the workers could not be read: {_as_json(answer).problem}")
+        try:
+            return EvidenceAnswer(reading=parse_replies(answer.body, nonce))
+        except NonceMismatch as error:
+            self._closed = f"{error}; the channel to the workers stays closed until the engine is restarted"
+            return EvidenceAnswer(problem=self._closed)
+        except UsageError as error:
+            return EvidenceAnswer(problem=str(error))
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline: float | None,
+        content: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        limit: int = _MAX_BODY,
+    ) -> Answer:
+        sent = {"content-type": "application/json"} if content is not None else {}
+        body = bytearray()
+        status: int | None = None
+        try:
+            async with (
+                asyncio.timeout(deadline),
+                self._http.stream(method, path, content=content, headers={**sent, **(headers or {})}) as response,
+            ):
+                status = response.status_code
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > limit:
+                        return Answer(status=status, error=f"{path}: more than {limit} bytes")
+        except TimeoutError:
+            return Answer(status=status, error=f"{path}: no answer within {deadline:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            return Answer(status=status, error=f"{path}: {type(error).__name__}: {str(error) or 'connection lost'}")
+        return Answer(status=status, body=bytes(body))
+
+
+def socket_path(target: str) -> str | None:
+    """The path of a Unix socket, or None for a URL."""
+    if target.startswith(("http://", "https://")):
+        return None
+    return target.removeprefix("unix://").removeprefix("unix:")
+
+
+def model_cards(answer: Answer) -> tuple[dict[str, Any], ...]:
+    """The entries of a /v1/models answer that have a name."""
+    data = answer.body.get("data") if answer.ok and isinstance(answer.body, dict) else None
+    cards = data if isinstance(data, list) else []
+    return tuple(card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str))
+
+
+def _as_json(answer: Answer) -> Answer:
+    if answer.error or answer.status is None:
+        return answer
+    try:
+        body = json.loads(answer.body)
+    except (ValueError, RecursionError):
+        if answer.status == 200:
+            return Answer(status=answer.status, error=f"HTTP 200 with a body that is not JSON: {_message(answer.body)}")
+        return answer
+    return Answer(status=answer.status, body=body)
+
+
+def _message(body: Json) -> str:
+    """The engine's own words in an error body, on one line."""
+    if isinstance(body, bytes):
+        body = body[:400].decode("utf-8", "replace")
+    if isinstance(body, dict):
+        error = body.get("error", body.get("message", body.get("detail")))
+        body = error.get("message") if isinstance(error, dict) else error
+    return " ".join(str(body or "no message").split())[:300]

@@ -1,0 +1,171 @@
+"""The engine as a child process: its own process group, its log relayed and read, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kvguard.engine.relay import Relay
+from kvguard.engine.run_directory import process_group_members
+from kvguard.vocabulary import EngineFailed
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+# Runs for 20 ms before it becomes the engine: ask the kernel to send the engine SIGTERM when kvguard dies
+# (vLLM then ends its own workers), and stop if kvguard has died already.
+_BECOME_ENGINE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.getppid() == int(sys.argv[1]) or os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def become_subreaper() -> None:
+    """Orphans of the engine become our children, so that they can be found and reaped."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words: "exit code 1", "signal SIGKILL"."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+class EngineProcess:
+    """A started engine. Its standard output and error pass through unchanged, and to `on_bytes` for reading.
+
+    `on_bytes(stream, data)` is called on reader threads with what was relayed; `secrets` are values that must
+    not be printed (vLLM 0.27.1 prints the API key).
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        on_bytes: Callable[[str, bytes], None],
+        secrets: Sequence[str],
+        outputs: tuple[int, int] = (1, 2),
+    ) -> None:
+        command = [sys.executable, "-I", "-S", "-c", _BECOME_ENGINE, str(os.getpid()), *argv]
+        try:
+            self._child = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                process_group=0,
+            )
+        except OSError as error:
+            raise EngineFailed(f"engine {argv[0]}: could not be started: {error.strerror}") from error
+        self.pid = self._child.pid
+        self._relays = [
+            Relay(name, pipe, output, on_bytes, secrets)
+            for name, pipe, output in zip(("stdout", "stderr"), (self._child.stdout, self._child.stderr), outputs, strict=True)
+            if pipe is not None
+        ]
+        self._ended = threading.Event()
+        threading.Thread(target=self._wait, name="engine-wait", daemon=True).start()
+
+    def _wait(self) -> None:
+        self._child.wait()
+        self._ended.set()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The API server's exit code (negative: signal), None while it runs."""
+        return self._child.returncode if self._ended.is_set() else None
+
+    async def wait(self) -> int:
+        """Wait until the API server has ended; returns its exit code."""
+        while not self._ended.is_set():
+            await asyncio.sleep(0.05)
+        return int(self._child.returncode)
+
+    async def stop(self, grace: float) -> int:
+        """SIGTERM, then after `grace` seconds SIGKILL, then everything the engine left. Returns the exit code."""
+        if not self._ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                self._child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), max(grace, 0.1))
+        await self.clear()
+        return await self.wait()
+
+    async def clear(self) -> None:
+        """Kill and reap every process of the engine that still exists, and finish relaying its log."""
+        for _ in range(200):
+            if not self._ended.is_set():
+                self._signal_group(signal.SIGKILL)
+            left = self._left()
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            reap_adopted(except_pid=None if self._ended.is_set() else self.pid)
+            if not left and self._ended.is_set():
+                break
+            await asyncio.sleep(0.02)
+        for relay in self._relays:
+            await asyncio.to_thread(relay.finish, 2.0)
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _left(self) -> list[int]:
+        """Processes of the engine: members of its group, and orphans that we adopted, whatever their group."""
+        own_children = [pid for pid in children_of(os.getpid()) if pid != self.pid]
+        adopted = [pid for pid in own_children if _is_engine_descendant(pid, self.pid)]
+        descendants = [child for pid in adopted for child in _tree(pid)]
+        return sorted(set(process_group_members(self.pid)) | set(descendants))
+
+
+def children_of(pid: int) -> list[int]:
+    """Direct children of a process, over all its threads."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in task.read_text("ascii").split()]
+    return found
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *(grandchild for child in children_of(pid) for grandchild in _tree(child))]
+
+
+def _is_engine_descendant(pid: int, group: int) -> bool:
+    """Whether an adopted child came from the engine: it carries the engine's run directory in its environment."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return pid in process_group_members(group) or b"KVGUARD_INSIDE_SECRET_FILE=" in environment
+
+
+def reap_adopted(except_pid: int | None) -> None:
+    """Collect zombies among our children that no one else waits for."""
+    for pid in children_of(os.getpid()):
+        if pid == except_pid:
+            continue
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            continue
+        if state == "Z":
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)

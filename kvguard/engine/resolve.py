@@ -1,0 +1,199 @@
+"""From what was typed, declared and required to the one KV dtype the engine is told to run.
+
+Explicit wherever this version honours it; where it does not, `auto` is kept if that gives what is required,
+else the checkpoint's scheme is stripped, else the start is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from kvguard.checkpoint.models import Declared
+from kvguard.engine.command import Command
+from kvguard.evidence.prediction import Prediction, predict
+from kvguard.facts import kv_dtypes
+from kvguard.policy.models import Policy
+from kvguard.vocabulary import Frozen, UsageError, canonical_dtype, is_quantized
+
+_DTYPE_WORDS = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+
+
+class Resolution(Frozen):
+    """The KV dtype of the plan.
+
+    `target` is what the engine shall run ("unknown" if nothing can be said); `stated` is the value written
+    into the command, None when the command stays as it is; `prediction` is what this version makes of it.
+    `typed_by` names where a typed value was read. `problem` says why the target cannot be made to hold.
+    """
+
+    target: str
+    stated: str | None
+    reason: str
+    prediction: Prediction
+    typed: str | None
+    typed_by: str
+    model_dtype: str | None
+    strip_scheme: bool = False
+    hf_overrides: dict[str, Any] = Field(default_factory=dict)
+    problem: str = ""
+
+
+def model_dtype_of(command: Command, declared: Declared) -> str | None:
+    """The model's own dtype: `--dtype`, else config.json. A float32 checkpoint under `auto` depends on the
+    platform (vLLM picks a 16-bit type), so it is None."""
+    typed = command.value("--dtype")
+    if typed and typed != "auto":
+        return _DTYPE_WORDS.get(typed)
+    return declared.model_dtype if declared.model_dtype in ("bfloat16", "float16") else None
+
+
+def check_typed(command: Command, version: str) -> None:
+    """Reject what vLLM's own parser would reject about the KV cache. Raises UsageError (exit 2)."""
+    use = command.last("--calculate-kv-scales")
+    if use is not None and kv_dtypes.has_calculate_kv_scales(version) is False:
+        raise UsageError(
+            f"{use.where}: vLLM {version} has no --calculate-kv-scales (removed in 0.28.0) and would exit; instead, use "
+            "a checkpoint with calibrated scales and `scales: checkpoint` in the policy, or accept scale 1.0 with "
+            "`scales: unit`"
+        )
+    typed = command.last("--kv-cache-dtype")
+    accepted = kv_dtypes.accepted(version)
+    if typed is None or not typed.values or accepted is None or typed.values[-1] in accepted:
+        return
+    value = typed.values[-1]
+    elsewhere = kv_dtypes.versions_accepting(value)
+    raise UsageError(
+        f"{typed.where}: vLLM {version} does not know the KV cache dtype {value!r} and would exit; "
+        + (f"vLLM {elsewhere} does; " if elsewhere else "no examined vLLM does; ")
+        + f"this version knows {', '.join(accepted)}"
+    )
+
+
+def resolve(
+    command: Command,
+    version: str,
+    declared: Declared,
+    policy: Policy | None,
+    quantization_config: Mapping[str, Any],
+) -> Resolution:
+    """Decide the KV dtype. Never raises for a policy conflict: `problem` carries it, for the record.
+
+    `quantization_config` is the checkpoint's block as written, for the case that its KV scheme must be stripped.
+    """
+    use = command.last("--kv-cache-dtype")
+    written = use.values[-1] if use and use.values else None
+    typed = None if written in (None, "auto") else written
+    typed_by = use.where if use else ""
+    model_dtype = model_dtype_of(command, declared)
+    calculated = command.present("--calculate-kv-scales")
+
+    def predicted(value: str | None, files: Declared = declared) -> Prediction:
+        return predict(version, value, files, model_dtype=model_dtype, calculate_kv_scales=calculated)
+
+    required = _required(policy, model_dtype)
+    as_written = predicted(typed)
+
+    def outcome(target: str, reason: str, *, prediction: Prediction, **more: Any) -> Resolution:
+        return Resolution(
+            target=target,
+            reason=reason,
+            prediction=prediction,
+            typed=typed,
+            typed_by=typed_by,
+            model_dtype=model_dtype,
+            **{"stated": None, **more},
+        )
+
+    if typed is not None:
+        target = canonical_dtype(typed)
+        if as_written.explicit_honoured is not False:
+            return outcome(target, "as typed", prediction=as_written)
+    elif policy is None or not policy.kv_cache.dtype:
+        target = as_written.dtype
+        if target == "unknown":
+            return outcome(target, "left as written: " + as_written.reason, prediction=as_written)
+    elif as_written.dtype in required:
+        target = as_written.dtype
+    elif required:
+        target = required[0]
+    else:
+        return outcome(
+            "unknown",
+            "left as written",
+            prediction=as_written,
+            problem="the policy asks for 16bit, and the model's own dtype is not known from config.json or --dtype",
+        )
+
+    explicit = predicted(target)
+    accepted = kv_dtypes.accepted(version)
+    if explicit.explicit_honoured is not False and (accepted is None or target in accepted):
+        reason = (
+            f"the policy requires it; as written, {as_written.reason}"
+            if policy is not None and policy.kv_cache.dtype
+            else f"made explicit: {as_written.reason}"
+        )
+        stated = None if typed is not None else target
+        return outcome(target, reason, prediction=explicit, stated=stated)
+    automatic = predicted(None)
+    if automatic.dtype == target:
+        stated = None if typed is None else "auto"
+        reason = f"kept at auto, which gives {target}: {explicit.reason}"
+        return outcome(target, reason, prediction=automatic, stated=stated)
+    if declared.kv_scheme is not None and declared.kv_scheme.producer == "compressed-tensors":
+        bare = declared.model_copy(update={"kv_scheme": None})
+        stripped = predicted(None, bare)
+        if stripped.dtype == target:
+            return outcome(
+                target,
+                f"the checkpoint's scheme is stripped, because {explicit.reason}",
+                prediction=stripped,
+                stated="auto" if typed is not None else None,
+                strip_scheme=True,
+                hf_overrides=_overrides_without_scheme(command, quantization_config),
+            )
+    known = f"vLLM {version} accepts {', '.join(accepted)}" if accepted else explicit.reason
+    return outcome(
+        target,
+        "cannot be stated",
+        prediction=as_written,
+        problem=f"{target} cannot be had on vLLM {version}: {explicit.reason or known}"
+        + (f"; {known}" if accepted and target not in accepted else ""),
+    )
+
+
+def _required(policy: Policy | None, model_dtype: str | None) -> list[str]:
+    if policy is None:
+        return []
+    names = [model_dtype if name == "16bit" else canonical_dtype(name) for name in policy.kv_cache.dtype]
+    return [name for name in names if name]
+
+
+def _overrides_without_scheme(command: Command, quantization_config: Mapping[str, Any]) -> dict[str, Any]:
+    """--hf-overrides that replace the checkpoint's quantization_config by itself without the KV scheme."""
+    overrides: dict[str, Any] = {}
+    typed = command.value("--hf-overrides")
+    if typed:
+        try:
+            parsed = json.loads(typed)
+        except ValueError as error:
+            raise UsageError(f"--hf-overrides: not JSON: {error}") from error
+        if not isinstance(parsed, Mapping):
+            raise UsageError("--hf-overrides: a JSON object is required")
+        overrides.update(parsed)
+    quantization = {key: value for key, value in quantization_config.items() if key != "kv_cache_scheme"}
+    return {**overrides, "quantization_config": quantization}
+
+
+def runs_quantized(resolution: Resolution) -> bool:
+    """Whether the plan's cache is narrower than 16 bit."""
+    return bool(is_quantized(resolution.target))

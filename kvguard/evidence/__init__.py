@@ -1,0 +1,1 @@
+"""Claims from log, metrics, capacity arithmetic and tensors, and their reconciliation."""

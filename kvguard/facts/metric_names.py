@@ -1,0 +1,35 @@
+"""The names of vLLM's Prometheus series and of the labels of its cache description, by version."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+
+from kvguard.facts.versions import in_range
+from kvguard.vocabulary import Json
+
+
+@cache
+def _document() -> Json:
+    return json.loads((files("kvguard.facts") / "data" / "metrics.json").read_text("utf-8"))
+
+
+def series_names(meaning: str, version: str | None = None) -> tuple[str, ...]:
+    """The names a series has had, preferred first; with a version, only the names that version exports.
+
+    Meanings: cache_config_info, kv_pinned_ratio, running, waiting, preemptions_total.
+    """
+    entries = _document()["series"][meaning]
+    return tuple(e["name"] for e in entries if version is None or in_range(version, e["versions"]))
+
+
+@cache
+def all_series_names() -> frozenset[str]:
+    """Every series kvguard reads."""
+    return frozenset(entry["name"] for entries in _document()["series"].values() for entry in entries)
+
+
+def label_note(label: str) -> str:
+    """What is known about a label of vllm:cache_config_info that its name does not say."""
+    return str(_document()["labels"].get(label, {}).get("note", ""))

@@ -1,0 +1,1 @@
+"""The life of a guarded engine: start, verify, serve, drain."""

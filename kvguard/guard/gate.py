@@ -1,0 +1,86 @@
+"""The gate: one frozen snapshot that the data plane reads for each request, and the status behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvguard.guard.state import State
+from kvguard.vocabulary import Check, Effective, Frozen
+
+SERVING_STATES = frozenset({State.SERVING, State.DRIFTED, State.DRAINING})
+"""States in which requests pass. Draining still serves: routers send requests for seconds after SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the data plane needs to know for one request.
+
+    `headers` are the four x-kvguard-* response headers, lower-case names, ready for ASGI.
+    `reason` is one sentence for the body of a 503; `retry_after` is in seconds.
+    """
+
+    state: State
+    open: bool
+    reason: str
+    retry_after: int
+    headers: tuple[tuple[bytes, bytes], ...]
+
+
+def headers_for(effective: Effective, record_digest: str) -> tuple[tuple[bytes, bytes], ...]:
+    """The four headers that tell a benchmark harness what it measured; `unknown` where nothing is established."""
+    return (
+        (b"x-kvguard-kv-cache-dtype", effective.dtype.encode()),
+        (b"x-kvguard-kv-scales", effective.scales.value.encode()),
+        (b"x-kvguard-confidence", effective.confidence.value.encode()),
+        (b"x-kvguard-record", (record_digest or "unknown").encode()),
+    )
+
+
+UNKNOWN_HEADERS = headers_for(Effective(), "")
+
+
+class Gate:
+    """Holds the current snapshot. Replacing a reference is atomic, so readers on another thread need no lock."""
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot(State.STARTING, False, "the engine is starting", 10, UNKNOWN_HEADERS)
+
+
+class EngineGauges(Frozen):
+    """The engine's own figures, read from its /metrics (and limits from inside). None: the engine does not say.
+
+    Bytes for `kv_bytes_*`; tokens for `kv_tokens_*`; `kv_pinned_ratio` is the share of blocks that running
+    requests hold (evictable prefix blocks count as free); `preemptions_total` is the engine's raw counter.
+    """
+
+    kv_bytes_total: int | None = None
+    kv_bytes_used: float | None = None
+    bytes_per_token: float | None = None
+    kv_tokens_total: int | None = None
+    kv_tokens_used: float | None = None
+    kv_pinned_ratio: float | None = None
+    running: float | None = None
+    waiting: float | None = None
+    limit: int | None = None
+    preemptions_total: float | None = None
+
+
+class Status(Frozen):
+    """Everything the management port shows about one guarded engine.
+
+    `last_verified` is Unix seconds. `record` is the whole run record (in-toto statement) or None before it exists.
+    `policy` is the policy as plain data, None when no policy was given.
+    """
+
+    state: State = State.STARTING
+    reason: str = ""
+    effective: Effective = Effective()
+    checks: tuple[Check, ...] = ()
+    last_verified: float | None = None
+    record_digest: str = ""
+    record_path: str = ""
+    engine_version: str = ""
+    model: str = ""
+    policy_digest: str = ""
+    on_violation: str = ""
+    gauges: EngineGauges = EngineGauges()

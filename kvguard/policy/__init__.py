@@ -1,0 +1,1 @@
+"""The policy file: what KV cache an engine must run, its models, its parser and its JSON schema."""

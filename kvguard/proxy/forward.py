@@ -1,0 +1,104 @@
+"""The forwarder: a pure ASGI app that relays every path and method to the engine while the gate is open.
+
+WebSockets are refused: a websocket scope is closed before it is accepted (code 1011, HTTP 403), and a plain
+request that asks for the upgrade gets 501.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import structlog
+
+from kvguard.guard.gate import Gate
+from kvguard.proxy.asgi import Receive, Scope, Send
+from kvguard.proxy.exchange import Exchange
+from kvguard.proxy.paths import route_label
+from kvguard.proxy.upstream import Client, Limits, Upstream
+
+log = structlog.get_logger(__name__)
+
+
+class Observer(Protocol):
+    """Told about each request, on the data plane's thread. Implementations must not block.
+
+    Times are seconds since the request's headers arrived. `status` is 499 when the client left before an
+    answer began. Every `request_started` is followed by exactly one `finished` with the same route.
+    """
+
+    def request_started(self, route: str) -> None:
+        """A request arrived."""
+
+    def first_byte(self, route: str, seconds: float) -> None:
+        """The first byte of the engine's response body was handed to the client."""
+
+    def finished(self, route: str, method: str, status: int, seconds: float, outcome: str) -> None:
+        """The request ended, in whichever way."""
+
+
+class InFlight:
+    """Counts requests on the data plane's loop; other threads may read `count` and wait for `idle`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.idle = threading.Event()
+        self.idle.set()
+
+    def enter(self) -> None:
+        """One more. Only on the loop's thread."""
+        self.count += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """One less. Only on the loop's thread."""
+        self.count -= 1
+        if self.count == 0:
+            self.idle.set()
+
+
+class Forwarder:
+    """The ASGI app. Its HTTP client lives from lifespan startup to lifespan shutdown, on the serving loop."""
+
+    def __init__(self, gate: Gate, upstream: Upstream, observer: Observer, limits: Limits | None = None) -> None:
+        self.gate = gate
+        self.upstream = upstream
+        self.observer = observer
+        self.limits = limits or Limits()
+        self.in_flight = InFlight()
+        self._client: Client | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI scope."""
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            await receive()
+            await send({"type": "websocket.close", "code": 1011, "reason": "kvguard does not relay WebSockets"})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._client is None:
+            raise RuntimeError("the forwarder needs the ASGI lifespan protocol")
+        route = route_label(scope["path"])
+        exchange = Exchange(self.gate, self._client, self.limits, scope=scope, receive=receive, send=send)
+        self.in_flight.enter()
+        self.observer.request_started(route)
+        exchange.on_first_byte = lambda seconds: self.observer.first_byte(route, seconds)
+        try:
+            await exchange.run()
+        finally:
+            self.observer.finished(route, scope["method"], exchange.status, exchange.elapsed(), exchange.outcome)
+            self.in_flight.leave()
+            if exchange.failure:
+                log.warning("engine failed a request", route=route, status=exchange.status, failure=exchange.failure)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._client = Client(self.upstream, self.limits)
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._client.close()
+        self._client = None
+        await send({"type": "lifespan.shutdown.complete"})

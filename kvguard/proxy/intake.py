@@ -1,0 +1,87 @@
+"""What happens to a request before the engine is asked: refuse it, or read its body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from urllib.parse import quote
+
+from kvguard.guard.gate import Snapshot
+from kvguard.proxy.asgi import Receive, Scope, Send
+from kvguard.proxy.headers import one_value
+from kvguard.proxy.paths import is_private
+from kvguard.proxy.refusal import (
+    BAD_REQUEST,
+    NO_WEBSOCKET,
+    NOT_FOUND,
+    SLOW_BODY,
+    Refusal,
+    error_json,
+    gate_closed,
+    refusal_headers,
+    too_large,
+)
+from kvguard.proxy.upstream import Limits
+
+_LINGER_S = 2.0
+
+
+def raw_path(scope: Scope) -> str:
+    """The path as the client wrote it, percent-encoding included. Raises UnicodeDecodeError."""
+    raw: bytes | None = scope.get("raw_path")
+    return raw.decode() if raw else quote(scope["path"])
+
+
+def refusal_before_body(scope: Scope, snapshot: Snapshot) -> Refusal | None:
+    """Why this request goes no further, or None. GET /metrics passes a closed gate: scrapers expect the engine's."""
+    try:
+        path = raw_path(scope)
+    except UnicodeDecodeError:
+        return BAD_REQUEST
+    if is_private(path) or is_private(scope["path"]):
+        return NOT_FOUND
+    if not snapshot.open and not (scope["method"] == "GET" and path == "/metrics"):
+        return gate_closed(snapshot)
+    if (one_value(scope["headers"], b"upgrade") or b"").strip().lower() == b"websocket":
+        return NO_WEBSOCKET
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | Refusal | None:
+    """The whole body; a refusal as soon as it is too large or stalls; None if the client left."""
+    declared = one_value(scope["headers"], b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > limits.body_bytes:
+        return too_large(limits.body_bytes)
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        try:
+            async with asyncio.timeout(limits.body_silence_s):
+                message = await receive()
+        except TimeoutError:
+            return SLOW_BODY
+        if message["type"] == "http.disconnect":
+            return None
+        part: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(part)
+        if size > limits.body_bytes:
+            return too_large(limits.body_bytes)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def send_refusal(refusal: Refusal, snapshot: Snapshot, receive: Receive, send: Send) -> None:
+    """The refusal as a whole response."""
+    body = error_json(refusal)
+    headers = refusal_headers(refusal, len(body), snapshot.headers)
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": refusal.close})
+    if refusal.close:
+        # Closing while the client still sends would reset the connection under the answer it has not read yet.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while (await receive())["type"] != "http.disconnect":
+                    continue
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

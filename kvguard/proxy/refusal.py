@@ -1,0 +1,86 @@
+"""Answers that kvguard gives itself: OpenAI-shaped errors, as a whole response or as the last event of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from email.utils import formatdate
+
+from kvguard.guard.gate import Snapshot
+from kvguard.proxy.asgi import Headers
+
+RETRY_AFTER_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error response. `type` is OpenAI's error type; `retry_after` is in seconds.
+
+    `close` ends the connection afterwards: the rest of the request was not read.
+    """
+
+    status: int
+    type: str
+    message: str
+    retry_after: int | None = None
+    close: bool = False
+
+
+def gate_closed(snapshot: Snapshot) -> Refusal:
+    """503 with the gate's own reason."""
+    return Refusal(503, "service_unavailable", snapshot.reason, snapshot.retry_after)
+
+
+NOT_FOUND = Refusal(404, "not_found_error", "there is nothing at this path")
+BAD_REQUEST = Refusal(400, "invalid_request_error", "the request's path or headers are not valid UTF-8")
+SLOW_BODY = Refusal(408, "invalid_request_error", "the request body did not arrive in time", close=True)
+NO_WEBSOCKET = Refusal(501, "not_implemented", "kvguard does not relay WebSocket connections; use the HTTP endpoints")
+
+
+def too_large(limit_bytes: int) -> Refusal:
+    """413 that names the limit."""
+    return Refusal(413, "invalid_request_error", f"the request body is larger than {limit_bytes} bytes", close=True)
+
+
+def engine_unreachable(detail: str) -> Refusal:
+    """502: no answer came, and none will on this connection."""
+    return Refusal(502, "upstream_error", f"the engine did not answer: {detail}", RETRY_AFTER_S)
+
+
+def engine_silent(limit_s: float) -> Refusal:
+    """504: the engine is connected and says nothing."""
+    return Refusal(504, "upstream_timeout", f"the engine sent nothing for {limit_s:g} seconds", RETRY_AFTER_S)
+
+
+def error_json(refusal: Refusal) -> bytes:
+    """The OpenAI error object."""
+    error = {"message": refusal.message, "type": refusal.type, "param": None, "code": refusal.status}
+    return json.dumps({"error": error}, ensure_ascii=False).encode()
+
+
+def error_event(refusal: Refusal, tail: bytes) -> bytes:
+    """The error as a server-sent event of its own after a stream that ended in `tail` (its last bytes).
+
+    A line or event that was cut off is closed first, so that the error does not become part of it.
+    """
+    if not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):
+        opening = b""
+    else:
+        opening = b"\n" if tail.endswith((b"\n", b"\r")) else b"\n\n"
+    return opening + b"data: " + error_json(refusal) + b"\n\n"
+
+
+def refusal_headers(refusal: Refusal, body_length: int, guard_headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Headers of a refusal. Date is ours to set here; on relayed responses it is the engine's."""
+    headers: Headers = [
+        (b"date", formatdate(usegmt=True).encode()),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(body_length).encode()),
+        *guard_headers,
+    ]
+    if refusal.retry_after is not None:
+        headers.append((b"retry-after", str(refusal.retry_after).encode()))
+    if refusal.close:
+        headers.append((b"connection", b"close"))
+    return headers

@@ -1,0 +1,1 @@
+"""What kvguard says about itself: Prometheus metrics and the structured log."""

@@ -1,0 +1,224 @@
+"""Prometheus metrics: the proxy's own, counted as requests pass, and the guard's, read from its status at each scrape.
+
+A figure that the engine does not give is absent, never 0. `FAMILIES` lists every family there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+import kvguard
+from kvguard.guard.gate import Status
+from kvguard.guard.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric family, by the name a query uses (counters end in _total, identities in _info)."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+_PROXY = (
+    Family(
+        "kvguard_proxy_requests_total",
+        "counter",
+        "Requests by method, known route, status (499: the client left before an answer) and outcome.",
+        ("method", "route", "status", "outcome"),
+    ),
+    Family(
+        "kvguard_proxy_request_duration_seconds",
+        "histogram",
+        "Seconds from a request's headers to the end of its response.",
+    ),
+    Family(
+        "kvguard_proxy_time_to_first_byte_seconds",
+        "histogram",
+        "Seconds from a request's headers to the first byte of the engine's response body.",
+    ),
+    Family("kvguard_proxy_in_flight_requests", "gauge", "Requests in flight."),
+    Family("kvguard_proxy_client_disconnects_total", "counter", "Requests whose client left before the end."),
+)
+
+_GUARD = (
+    Family("kvguard_build_info", "info", "The version of kvguard.", ("version",)),
+    Family(
+        "kvguard_effective_info",
+        "info",
+        "The KV cache this engine really runs, with how well that is supported.",
+        ("kv_cache_dtype", "kv_scales", "confidence", "attention_backend", "engine_version", "record"),
+    ),
+    Family("kvguard_state", "gauge", "1 for the state the guard is in, 0 for the others.", ("state",)),
+    Family("kvguard_check_status", "gauge", "1 for the current result of each policy check.", ("check", "result")),
+    Family("kvguard_last_verified_timestamp_seconds", "gauge", "Unix time of the last verification."),
+    Family("kvguard_kv_cache_capacity_bytes", "gauge", "Bytes of KV cache of this replica."),
+    Family("kvguard_kv_cache_used_bytes", "gauge", "Bytes of KV cache that running requests hold."),
+    Family("kvguard_kv_cache_bytes_per_token", "gauge", "Bytes of KV cache a token takes, over all layers."),
+    Family("kvguard_kv_cache_capacity_tokens", "gauge", "Tokens the KV cache holds."),
+    Family("kvguard_kv_cache_used_tokens", "gauge", "Tokens of KV cache that running requests hold."),
+    Family(
+        "kvguard_kv_cache_pinned_ratio",
+        "gauge",
+        "Share of KV blocks that running requests hold; evictable prefix blocks count as free.",
+    ),
+    Family("kvguard_batch_running_requests", "gauge", "Requests in the engine's batch."),
+    Family("kvguard_batch_waiting_requests", "gauge", "Requests that wait for the engine's batch."),
+    Family("kvguard_batch_limit_requests", "gauge", "Most requests the engine's batch takes (max_num_seqs)."),
+    Family("kvguard_batch_occupancy_ratio", "gauge", "Running requests divided by the limit."),
+    Family("kvguard_engine_preemptions_total", "counter", "The engine's own count of preempted requests."),
+)
+
+FAMILIES: tuple[Family, ...] = _PROXY + _GUARD
+"""Every family kvguard exports."""
+
+_BY_NAME = {family.name: family for family in FAMILIES}
+
+_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+# The whole replica stays under 250 series: some 110 here, 34 of the histograms, the rest the guard's.
+_MAX_REQUEST_SERIES = 80
+_MAX_CHECKS = 40
+_METHODS = frozenset({"GET", "POST"})
+
+
+class ProxyMetrics:
+    """The forwarder's observer. One for each process, registered in its one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        # A `_created` series for each counter and histogram would double them. (The function has no annotations.)
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        requests, duration, first_byte, in_flight, disconnects = _PROXY
+        self._requests = Counter(requests.name, requests.help, requests.labels, registry=registry)
+        self._duration = Histogram(duration.name, duration.help, buckets=_DURATION_BUCKETS, registry=registry)
+        self._first_byte = Histogram(first_byte.name, first_byte.help, buckets=_FIRST_BYTE_BUCKETS, registry=registry)
+        self._in_flight = Gauge(in_flight.name, in_flight.help, registry=registry)
+        self._disconnects = Counter(disconnects.name, disconnects.help, registry=registry)
+        self._children: dict[tuple[str, str, int, str], Counter] = {}
+
+    def request_started(self, route: str) -> None:  # noqa: ARG002 - the observer's signature
+        """A request arrived."""
+        self._in_flight.inc()
+
+    def first_byte(self, route: str, seconds: float) -> None:  # noqa: ARG002
+        """The first byte of the engine's body left for the client."""
+        self._first_byte.observe(seconds)
+
+    def finished(self, route: str, method: str, status: int, seconds: float, outcome: str) -> None:
+        """The request ended."""
+        self._in_flight.dec()
+        self._duration.observe(seconds)
+        self._request_counter(route, method, status, outcome).inc()
+        if outcome == "client_disconnected":
+            self._disconnects.inc()
+
+    def _request_counter(self, route: str, method: str, status: int, outcome: str) -> Counter:
+        key = (method, route, status, outcome)
+        child = self._children.get(key)
+        if child is None:
+            child = self._requests.labels(*self._bounded(*key))
+            if len(self._children) < _MAX_REQUEST_SERIES:
+                self._children[key] = child
+        return child
+
+    def _bounded(self, method: str, route: str, status: int, outcome: str) -> tuple[str, str, str, str]:
+        """Labels of their own for the first combinations seen, coarse ones (at most 20 series) for the rest."""
+        if len(self._children) < _MAX_REQUEST_SERIES:
+            return method if method in _METHODS else "other", route, str(status), outcome
+        return "other", "other", f"{status // 100}xx", outcome
+
+
+class GuardCollector(Collector):
+    """Reads the status at each scrape. Register it in the process's registry."""
+
+    def __init__(self, status: Callable[[], Status]) -> None:
+        self._status = status
+
+    def describe(self) -> Iterable[Metric]:
+        """The families, without samples, so that the registry can refuse duplicates without a status."""
+        return [_metric(family.name) for family in _GUARD]
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample or more for each figure that is known."""
+        status = self._status()
+        build = _metric("kvguard_build_info")
+        build.add_sample("kvguard_build_info", {"version": kvguard.__version__}, 1)
+        yield build
+        yield _effective(status)
+        yield _state(status)
+        yield _checks(status)
+        yield from _figures(status)
+
+
+def _metric(name: str) -> Metric:
+    family = _BY_NAME[name]
+    match family.kind:
+        case "counter":
+            return CounterMetricFamily(name.removesuffix("_total"), family.help, labels=family.labels)
+        case "info":
+            return InfoMetricFamily(name.removesuffix("_info"), family.help, labels=family.labels)
+        case _:
+            return GaugeMetricFamily(name, family.help, labels=family.labels)
+
+
+def _effective(status: Status) -> Metric:
+    effective = status.effective
+    metric = _metric("kvguard_effective_info")
+    labels = {
+        "kv_cache_dtype": effective.dtype,
+        "kv_scales": effective.scales.value,
+        "confidence": effective.confidence.value,
+        "attention_backend": ",".join(effective.attention_backends) or "unknown",
+        "engine_version": status.engine_version or "unknown",
+        "record": status.record_digest or "unknown",
+    }
+    metric.add_sample("kvguard_effective_info", labels, 1)
+    return metric
+
+
+def _state(status: Status) -> Metric:
+    metric = _metric("kvguard_state")
+    for state in State:
+        metric.add_sample("kvguard_state", {"state": state.value}, int(state is status.state))
+    return metric
+
+
+def _checks(status: Status) -> Metric:
+    metric = _metric("kvguard_check_status")
+    current = {check.name: check.result.value for check in status.checks[:_MAX_CHECKS]}
+    for name, result in current.items():
+        metric.add_sample("kvguard_check_status", {"check": name, "result": result}, 1)
+    return metric
+
+
+def _figures(status: Status) -> Iterator[Metric]:
+    gauges = status.gauges
+    occupancy = gauges.running / gauges.limit if gauges.running is not None and gauges.limit else None
+    figures: dict[str, float | None] = {
+        "kvguard_last_verified_timestamp_seconds": status.last_verified,
+        "kvguard_kv_cache_capacity_bytes": gauges.kv_bytes_total,
+        "kvguard_kv_cache_used_bytes": gauges.kv_bytes_used,
+        "kvguard_kv_cache_bytes_per_token": gauges.bytes_per_token,
+        "kvguard_kv_cache_capacity_tokens": gauges.kv_tokens_total,
+        "kvguard_kv_cache_used_tokens": gauges.kv_tokens_used,
+        "kvguard_kv_cache_pinned_ratio": gauges.kv_pinned_ratio,
+        "kvguard_batch_running_requests": gauges.running,
+        "kvguard_batch_waiting_requests": gauges.waiting,
+        "kvguard_batch_limit_requests": gauges.limit,
+        "kvguard_batch_occupancy_ratio": occupancy,
+        "kvguard_engine_preemptions_total": gauges.preemptions_total,
+    }
+    for name, value in figures.items():
+        if value is not None:
+            metric = _metric(name)
+            metric.add_sample(name, {}, value)
+            yield metric

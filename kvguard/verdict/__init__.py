@@ -1,0 +1,1 @@
+"""The checks: policy against evidence, before the start and after it."""

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+import typer
+from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
+from typer.testing import CliRunner
+
+from kvguard.cli import inspect as module
+from kvguard.cli.inspect import inspect, parse_size
+from kvguard.vocabulary import UsageError
+
+app = typer.Typer()
+app.command()(inspect)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=True)
+
+
+def report(*arguments):
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.exception
+    return json.loads(result.stdout)
+
+
+def test_smollm2(tmp_path):
+    found = report(write(tmp_path, SMOLLM2), "--engine-version", "0.32.0")
+    sizes = {size["dtype"]: (size["bytes_per_token"], size["tokens"]) for size in found["sizes"]}
+    assert sizes["bfloat16"] == (23_040, 46_603)
+    assert sizes["fp8_e4m3"] == (11_520, 93_206)
+    assert found["prediction"]["dtype"] == "bfloat16"
+    assert found["findings"] == []
+
+
+def test_a_scheme_without_scales(tmp_path):
+    directory = write(tmp_path, {**SMOLLM2, **COMPRESSED_TENSORS}, scales(range(15)))
+    found = report(directory, "--engine-version", "0.32.0", "--memory", "2 GiB")
+    assert found["kv_scheme"]["where"] == "config.json: quantization_config.kv_cache_scheme"
+    assert found["scales"]["tensors"] == 30
+    assert found["scales"]["missing"][0] == "model.layers.15 (k, v)"
+    assert (found["prediction"]["dtype"], found["prediction"]["scales"]) == ("fp8_e4m3", "partial")
+    assert found["memory_bytes"] == 2 << 30
+    assert len(found["findings"]) == 1
+
+
+def test_the_human_report_says_the_same(tmp_path):
+    directory = write(tmp_path, {**SMOLLM2, **COMPRESSED_TENSORS, "kv_cache_dtype": "fp8"}, scales(range(30)))
+    result = run(directory, "--engine-version", "0.20.2", "--kv-cache-dtype", "bfloat16")
+    assert result.exit_code == 0
+    for text in (
+        "config.json: quantization_config.kv_cache_scheme",
+        "60 tensors (model.safetensors",
+        "30 layers, 3 KV heads, 64 head size",
+        "23,040",
+        "46,603",
+        "bfloat16 is not what runs",
+        "predicted KV cache:   fp8_e4m3",
+        "finding:              config.json: kv_cache_dtype='fp8' is ignored by vLLM",
+    ):
+        assert text in result.stdout
+
+
+def test_only_dtypes_of_that_version_are_listed(tmp_path):
+    directory = write(tmp_path, SMOLLM2)
+    old = [size["dtype"] for size in report(directory, "--engine-version", "0.12.0")["sizes"]]
+    assert old == ["bfloat16", "fp8_e4m3", "fp8_e5m2", "fp8_inc"]
+    assert "nvfp4" in [size["dtype"] for size in report(directory, "--engine-version", "0.99.0")["sizes"]]
+
+
+def test_without_an_engine_the_version_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "installed_version", lambda: None)
+    directory = write(tmp_path, SMOLLM2)
+    assert report(directory)["prediction"] is None
+    assert "give --engine-version" in run(directory).stdout
+    monkeypatch.setattr(module, "installed_version", lambda: "0.32.0")
+    assert report(directory)["engine_version"] == "0.32.0"
+
+
+def test_bad_input_is_a_usage_error(tmp_path):
+    write(tmp_path, "{")
+    for arguments in ((tmp_path / "gone",), (tmp_path,), (tmp_path, "--memory", "lots")):
+        result = run(*arguments, "--engine-version", "0.32.0")
+        assert isinstance(result.exception, UsageError)
+        assert result.exception.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1GiB", 1 << 30), ("512 MiB", 512 << 20), ("10GB", 10**10), ("1.5gib", 3 << 29), ("4096", 4096)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "GiB", "-1GiB", "1 ib", "1e9", "1GiB x", "0.0001b", "9" * 30])
+def test_sizes_that_are_none(text):
+    with pytest.raises(UsageError, match="--memory"):
+        parse_size(text)

@@ -1,0 +1,157 @@
+"""A client that leaves ends the engine's work in every phase, and nothing is left behind."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from proxy_fakes import WAIT_S, Call, Proxy
+
+from kvguard.proxy.upstream import Upstream
+
+PROMPTLY_S = 0.1
+
+LEFT = "client_disconnected"
+
+
+async def never_answers(call: Call) -> None:
+    await call.wait_closed()
+
+
+async def streams_for_ever(call: Call) -> None:
+    await call.start_stream()
+    await call.chunk(b"data: 1\n\n")
+    await call.wait_closed()
+
+
+async def stalls_in_json(call: Call) -> None:
+    await call.send(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"a":')
+    await call.wait_closed()
+
+
+def hang_up_and_time(client, call: Call) -> float:
+    left_at = client.close()
+    assert call.closed.wait(WAIT_S), "the engine's connection stayed open"
+    return call.closed_at - left_at
+
+
+def test_while_waiting_for_headers(serve):
+    proxy, engine = serve(never_answers)
+    with proxy.client() as client:
+        client.send("POST", "/v1/completions", body=b'{"stream": false}')
+        call = engine.next_call()
+        assert hang_up_and_time(client, call) < PROMPTLY_S
+    assert proxy.observer.next_end() == ("/v1/completions", "POST", 499, LEFT)
+
+
+def test_while_streaming(serve):
+    proxy, engine = serve(streams_for_ever)
+    with proxy.client() as client:
+        client.send("POST", "/v1/chat/completions", body=b"{}")
+        call = engine.next_call()
+        client.head()
+        assert client.read_chunk() == b"data: 1\n\n"
+        assert hang_up_and_time(client, call) < PROMPTLY_S
+    assert proxy.observer.next_end() == ("/v1/chat/completions", "POST", 200, LEFT)
+
+
+def test_inside_a_body_that_is_not_a_stream(serve):
+    proxy, engine = serve(stalls_in_json)
+    with proxy.client() as client:
+        client.send("POST", "/v1/completions", body=b"{}")
+        call = engine.next_call()
+        client.head()
+        assert hang_up_and_time(client, call) < PROMPTLY_S
+    assert proxy.observer.next_end() == ("/v1/completions", "POST", 200, LEFT)
+
+
+def test_while_the_client_does_not_read(serve):
+    async def floods(call: Call) -> None:
+        await call.start_stream(b"application/octet-stream")
+        while True:
+            await call.chunk(bytes(65536))
+
+    proxy, engine = serve(floods)
+    with proxy.client() as client:
+        client.send("GET", "/big")
+        call = engine.next_call()
+        client.head()
+        assert hang_up_and_time(client, call) < PROMPTLY_S
+    assert proxy.observer.next_end() == ("other", "GET", 200, LEFT)
+
+
+def test_before_the_body_is_complete(serve):
+    proxy, engine = serve(never_answers)
+    with proxy.client() as client:
+        client.send("POST", "/v1/completions", ("content-length: 10",))
+        client.socket.sendall(b"abc")
+    assert proxy.observer.next_end() == ("/v1/completions", "POST", 499, LEFT)
+    assert engine.calls == []
+    assert proxy.observer.first_bytes == []
+
+
+def syn_sent(port: int) -> int:
+    """Connection attempts of this machine to a port that nobody has answered."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(fields[2].endswith(f":{port:04X}") and fields[3] == "02" for fields in map(str.split, lines))
+
+
+def eventually(condition, deadline_s: float = WAIT_S) -> bool:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+    return True
+
+
+def test_while_connecting():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        fillers = [socket.socket() for _ in range(3)]
+        try:
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(("127.0.0.1", port))
+            if not eventually(lambda: syn_sent(port) > 0, 1.0):
+                pytest.skip("this kernel accepts connections past a full backlog")
+            before = syn_sent(port)
+            with Proxy(Upstream(None, f"http://127.0.0.1:{port}")) as proxy:
+                client = proxy.client()
+                client.send("POST", "/v1/completions", body=b"{}")
+                assert eventually(lambda: syn_sent(port) == before + 1)
+                left_at = client.close()
+                assert eventually(lambda: syn_sent(port) == before)
+                assert time.monotonic() - left_at < PROMPTLY_S
+                assert proxy.observer.next_end() == ("/v1/completions", "POST", 499, LEFT)
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
+def test_pool_serves_as_before_after_many_hang_ups(serve):
+    hanging = True
+
+    async def script(call: Call) -> None:
+        if not hanging:
+            await call.json(b"{}")
+        elif len(engine.calls) % 2:
+            await never_answers(call)
+        else:
+            await streams_for_ever(call)
+
+    proxy, engine = serve(script)
+    for _ in range(40):
+        with proxy.client() as client:
+            client.send("POST", "/v1/completions", body=b"{}")
+            engine.next_call()
+        assert proxy.observer.next_end()[3] == LEFT
+    assert eventually(lambda: all(call.closed.is_set() for call in engine.calls))
+    assert proxy.forwarder.in_flight.count == 0
+    hanging = False
+    before = engine.connections
+    with proxy.client() as client:
+        for _ in range(5):
+            assert client.ask("POST", "/v1/completions", body=b"{}").status == 200
+    assert engine.connections == before + 1

@@ -1,0 +1,85 @@
+"""The log goes to stderr, in the asked-for form."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from kvguard.telemetry.logging import configure
+from kvguard.vocabulary import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def test_json_lines_on_stderr(capsys):
+    configure("info", json=True)
+    structlog.get_logger("kvguard.x").warning("engine failed a request", route="/v1/models", status=502)
+    out, err = capsys.readouterr()
+    assert out == ""
+    record = json.loads(err)
+    assert record.pop("timestamp").endswith("Z")
+    assert record == {"event": "engine failed a request", "level": "warning", "route": "/v1/models", "status": 502}
+
+
+def test_key_value_lines_where_there_is_no_terminal(capsys):
+    configure("info")
+    structlog.get_logger("kvguard.x").info("gate opened", state="serving", reason="two words")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith('level=info event="gate opened" state=serving reason="two words"\n')
+    assert "\x1b" not in err
+
+
+def test_colour_on_a_terminal(capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    configure("info")
+    structlog.get_logger("kvguard.x").info("gate opened")
+    assert "\x1b" in capsys.readouterr().err
+
+
+def test_level_and_other_libraries(capsys):
+    configure("warning", json=False)
+    structlog.get_logger("kvguard.x").info("not shown")
+    logging.getLogger("uvicorn.error").info("not shown either")
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert 'event="Invalid HTTP request received."' in err
+
+
+def test_tracebacks_stay_on_one_line(capsys):
+    for as_json in (True, False):
+        configure("info", json=as_json)
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            structlog.get_logger("kvguard.x").exception("failed")
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "broken" in err
+
+
+def test_configuring_again_does_not_double_lines(capsys):
+    configure("info", json=True)
+    configure("info", json=True)
+    structlog.get_logger("kvguard.x").info("once")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_unknown_level_is_a_usage_error():
+    with pytest.raises(UsageError, match="'loud' is not one of debug, info, warning, error"):
+        configure("loud")
