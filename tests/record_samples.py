@@ -7,14 +7,16 @@ from typing import Any
 
 from kvguard.record.build import RecordInput, Subject
 from kvguard.record.statement import Change, Plan
-from kvguard.vocabulary import Check, CheckResult, Claim, Confidence, Effective, ScaleState, Source, Stage
+from kvguard.vocabulary import Check, CheckResult, Claim, Confidence, Effective, ScaleState, Source, Stage, width_bits
 
 
 def claim(stage: Stage, source: Source, field: str, value: Any, where: str, *, note: str = "") -> Claim:
     return Claim(stage=stage, source=source, field=field, value=value, where=where, note=note)
 
 
-def layer(number: int, k_scale: float | str = 0.05, rank: int = 0, dtype: str = "fp8_e4m3") -> dict[str, Any]:
+def layer(
+    number: int, k_scale: float | str = 0.05, rank: int = 0, dtype: str = "fp8_e4m3", blocks: int = 728
+) -> dict[str, Any]:
     return {
         "rank": rank,
         "name": f"model.layers.{number}.self_attn.attn",
@@ -22,6 +24,7 @@ def layer(number: int, k_scale: float | str = 0.05, rank: int = 0, dtype: str = 
         "backend": "CPU_ATTN",
         "k_scale": [k_scale],
         "v_scale": [0.02],
+        "shape": [blocks, 3, 128, 128],
     }
 
 
@@ -39,7 +42,19 @@ def sample(
     undigested: dict[str, Any] | None = None,
     version: str = "0.32.0",
     extra_argv: tuple[str, ...] = (),
+    size: int = 1073741824,
+    tokens: int = 93184,
 ) -> RecordInput:
+    """`size` bytes and `tokens` are what memory profiling left for the cache."""
+    capacity = claim(
+        Stage.OBSERVED,
+        Source.CAPACITY,
+        "kv_cache_dtype",
+        f"{width_bits(dtype)}-bit",
+        f"capacity: {size} bytes ÷ {tokens} tokens",
+        note=f"{size / tokens:,.0f} bytes per token are {width_bits(dtype)}-bit for this architecture",
+    )
+    memory = claim(Stage.OBSERVED, Source.TENSORS, "kv_memory_bytes", size, "rank 0", note="each storage counted once")
     support = claim(Stage.OBSERVED, Source.TENSORS, "kv_cache_dtype", dtype, "rank 0 layer model.layers.0.self_attn.attn")
     return RecordInput(
         subjects=(
@@ -64,6 +79,8 @@ def sample(
         predicted=(claim(Stage.PREDICTED, Source.FACTS, "kv_cache_dtype", dtype, "facts for vLLM 0.32.0"),),
         observed=(
             support,
+            capacity,
+            memory,
             claim(
                 Stage.OBSERVED,
                 Source.LOG,
@@ -72,12 +89,12 @@ def sample(
                 f"engine log line {line}",
                 note="auto: no information",
             ),
-            claim(Stage.OBSERVED, Source.LOG, "kv_tokens", 93184, f"engine log line {line + 3} (EngineCore pid={pid})"),
+            claim(Stage.OBSERVED, Source.LOG, "kv_tokens", tokens, f"engine log line {line + 3} (EngineCore pid={pid})"),
             claim(
                 Stage.OBSERVED,
                 Source.METRICS,
                 "kv_tokens",
-                93184,
+                tokens,
                 f"http://127.0.0.1:{port}/metrics kv_cache_size_tokens",
             ),
         ),
@@ -88,11 +105,11 @@ def sample(
             scales_confidence=Confidence.PROVEN,
             scales_detail="k 0.05, v 0.02",
             attention_backends=("CPU_ATTN",),
-            kv_bytes=1073741824,
-            kv_tokens=93184,
-            bytes_per_token=1073741824 / 93184,
-            supported_by=(support,),
-            contradictions=(f"engine log line {line} says auto",),
+            kv_bytes=size,
+            kv_tokens=tokens,
+            bytes_per_token=size / tokens,
+            supported_by=(memory, support, capacity),
+            contradictions=(f"engine log line {line} says auto", f"{capacity.note}, the cache is another"),
         ),
         checks=(
             Check(
@@ -108,6 +125,13 @@ def sample(
                 required="checkpoint",
                 found="checkpoint",
                 where=f"{directory}/x.json",
+            ),
+            Check(
+                name="confidence",
+                result=CheckResult.PASS,
+                required="at least corroborated",
+                found="proven",
+                where=capacity.where,
             ),
         ),
         policy={"kv_cache": {"dtype": ["fp8_e4m3"], "scales": "checkpoint"}, "on_violation": "refuse"},
@@ -125,7 +149,9 @@ def sample(
             ),
         ),
         verdict="serve",
-        layers=tuple(layers if layers is not None else [layer(number, dtype=dtype) for number in range(3)]),
+        layers=tuple(
+            layers if layers is not None else [layer(number, dtype=dtype, blocks=tokens // 128) for number in range(3)]
+        ),
         expected_ranks=1,
         ranks=1,
         undigested=undigested if undigested is not None else {"started_at": "2025-11-29T15:03:00Z", "pid": pid},

@@ -201,6 +201,9 @@ def _resolve(spelled: str, where: str, table: FlagTable) -> tuple[str, str]:
     short = re.match(r"^(-[a-z]+)\.", spelled)
     if short and short.group(1) in table.short:
         return table.short[short.group(1)] + spelled[short.end() - 1 :], "1"
+    gone = table.removed.get(spelled.replace("_", "-"))
+    if gone is not None:
+        raise UsageError(f"{where}: vLLM would exit: {gone}")
     try:
         name = table.resolve(spelled)
     except AmbiguousFlagError as error:

@@ -18,6 +18,7 @@ from kvguard.engine.run_directory import process_group_members
 from kvguard.vocabulary import EngineFailed
 
 _PR_SET_CHILD_SUBREAPER = 36
+_STARTED: set[int] = set()  # children that we started ourselves and wait for
 
 # Runs for 20 ms before it becomes the engine: ask the kernel to send the engine SIGTERM when kvguard dies
 # (vLLM then ends its own workers), and stop if kvguard has died already.
@@ -74,6 +75,7 @@ class EngineProcess:
         except OSError as error:
             raise EngineFailed(f"engine {argv[0]}: could not be started: {error.strerror}") from error
         self.pid = self._child.pid
+        _STARTED.add(self.pid)
         self._relays = [
             Relay(name, pipe, output, on_bytes, secrets)
             for name, pipe, output in zip(("stdout", "stderr"), (self._child.stdout, self._child.stderr), outputs, strict=True)
@@ -116,7 +118,7 @@ class EngineProcess:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            reap_adopted(except_pid=None if self._ended.is_set() else self.pid)
+            reap_adopted()
             if not left and self._ended.is_set():
                 break
             await asyncio.sleep(0.02)
@@ -128,19 +130,24 @@ class EngineProcess:
             os.killpg(self.pid, number)
 
     def _left(self) -> list[int]:
-        """Processes of the engine: members of its group, and orphans that we adopted, whatever their group."""
-        own_children = [pid for pid in children_of(os.getpid()) if pid != self.pid]
-        adopted = [pid for pid in own_children if _is_engine_descendant(pid, self.pid)]
+        """Processes of the engine: members of its group, and orphans that we adopted, whatever their group.
+
+        An orphan cannot be told by its environment: vLLM's process titles overwrite it (setproctitle).
+        """
+        adopted = [pid for pid in children_of(os.getpid()) if pid not in _STARTED]
         descendants = [child for pid in adopted for child in _tree(pid)]
-        return sorted(set(process_group_members(self.pid)) | set(descendants))
+        return sorted(set(process_group_members(self.pid)) | {pid for pid in descendants if _lives(pid)})
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children of a process, over all its threads."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += [int(word) for word in task.read_text("ascii").split()]
+    """Direct children of a process, zombies included (from every process's stat: not all kernels list children)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                fields = (entry / "stat").read_text("ascii", "replace").rpartition(")")[2].split()
+                if int(fields[1]) == pid:
+                    found.append(int(entry.name))
     return found
 
 
@@ -148,24 +155,17 @@ def _tree(pid: int) -> list[int]:
     return [pid, *(grandchild for child in children_of(pid) for grandchild in _tree(child))]
 
 
-def _is_engine_descendant(pid: int, group: int) -> bool:
-    """Whether an adopted child came from the engine: it carries the engine's run directory in its environment."""
+def _lives(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
         return False
-    return pid in process_group_members(group) or b"KVGUARD_INSIDE_SECRET_FILE=" in environment
 
 
-def reap_adopted(except_pid: int | None) -> None:
+def reap_adopted() -> None:
     """Collect zombies among our children that no one else waits for."""
     for pid in children_of(os.getpid()):
-        if pid == except_pid:
-            continue
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            continue
-        if state == "Z":
+        if pid not in _STARTED and not _lives(pid):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -59,13 +59,6 @@ def model_dtype_of(command: Command, declared: Declared) -> str | None:
 
 def check_typed(command: Command, version: str) -> None:
     """Reject what vLLM's own parser would reject about the KV cache. Raises UsageError (exit 2)."""
-    use = command.last("--calculate-kv-scales")
-    if use is not None and kv_dtypes.has_calculate_kv_scales(version) is False:
-        raise UsageError(
-            f"{use.where}: vLLM {version} has no --calculate-kv-scales (removed in 0.28.0) and would exit; instead, use "
-            "a checkpoint with calibrated scales and `scales: checkpoint` in the policy, or accept scale 1.0 with "
-            "`scales: unit`"
-        )
     typed = command.last("--kv-cache-dtype")
     accepted = kv_dtypes.accepted(version)
     if typed is None or not typed.values or accepted is None or typed.values[-1] in accepted:
@@ -85,10 +78,13 @@ def resolve(
     declared: Declared,
     policy: Policy | None,
     quantization_config: Mapping[str, Any],
+    *,
+    platform: str | None = None,
 ) -> Resolution:
     """Decide the KV dtype. Never raises for a policy conflict: `problem` carries it, for the record.
 
-    `quantization_config` is the checkpoint's block as written, for the case that its KV scheme must be stripped.
+    `quantization_config` is the checkpoint's block as written, for the case that its KV scheme must be stripped;
+    `platform` is "cpu" for a CPU build.
     """
     use = command.last("--kv-cache-dtype")
     written = use.values[-1] if use and use.values else None
@@ -98,7 +94,7 @@ def resolve(
     calculated = command.present("--calculate-kv-scales")
 
     def predicted(value: str | None, files: Declared = declared) -> Prediction:
-        return predict(version, value, files, model_dtype=model_dtype, calculate_kv_scales=calculated)
+        return predict(version, value, files, model_dtype=model_dtype, calculate_kv_scales=calculated, platform=platform)
 
     required = _required(policy, model_dtype)
     as_written = predicted(typed)

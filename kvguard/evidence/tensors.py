@@ -7,6 +7,7 @@ for its dtype agrees with the tensor it points at, and ranks agree with each oth
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from kvguard.evidence.replies import LayerReply, NonceMismatch, RankReply, TensorReading, parse_replies
 from kvguard.vocabulary import Claim, Json, Source, Stage, width_bits
@@ -18,8 +19,10 @@ __all__ = [
     "TensorReading",
     "claims",
     "disagreements",
+    "extent",
     "gaps",
     "invalid_scales",
+    "is_layer",
     "parse_replies",
 ]
 
@@ -115,6 +118,20 @@ def claims(reading: TensorReading) -> tuple[Claim, ...]:
             note = layer.error or layer.mismatch
             found.append(_claim("layer_kv_cache", value, f"{reply.who} layer {layer.name}", note))
     return tuple(found)
+
+
+def extent(claims: Iterable[Claim]) -> str:
+    """How much of the engine these claims of `claims` speak about: "30 layers on 2 ranks"; "" for no layer."""
+    places = [claim.where.partition(" layer ") for claim in claims if is_layer(claim)]
+    if not places:
+        return ""
+    ranks, layers = len({rank for rank, _, _ in places}), len({layer for _, _, layer in places})
+    return f"{layers} layer{'s' * (layers != 1)} on {ranks} rank{'s' * (ranks != 1)}"
+
+
+def is_layer(claim: Claim) -> bool:
+    """Whether this is what one layer's cache tensor on one rank showed."""
+    return claim.source is Source.TENSORS and claim.field == "layer_kv_cache"
 
 
 def _claim(field: str, value: Json, where: str, note: str) -> Claim:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 
+from kvguard.facts.versions import examined, in_range, read_data
 from kvguard.vocabulary import Frozen
 
 Nargs = str
@@ -17,11 +15,13 @@ Nargs = str
 class FlagTable(Frozen):
     """Flags of one version. `exact` says whether the table is this version's own or the nearest one known.
 
+    `removed` maps flags that the asked-for version no longer has to when they went and what to do instead;
     `nargs` maps long flags to argparse's number of values; `short` maps short aliases to long flags.
     """
 
     version: str
     exact: bool
+    removed: Mapping[str, str]
     nargs: Mapping[str, Nargs]
     short: Mapping[str, str]
 
@@ -58,15 +58,20 @@ class AmbiguousFlagError(ValueError):
         super().__init__(f"{name} could mean {', '.join(fits[:4])}")
 
 
-@cache
-def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    text = (resources.files("kvguard.facts") / "data/cli_flags.json").read_text("utf-8")
-    data: Mapping[str, Mapping[str, Mapping[str, str]]] = json.loads(text)
-    return data
-
-
 def table_for(version: str) -> FlagTable:
     """The flags of a version; for a version whose parser was not read, the newest table, marked as not exact."""
-    tables = _tables()
+    data = read_data("cli_flags")
+    tables = data["versions"]
     known = version if version in tables else max(tables, key=lambda name: [int(part) for part in name.split(".")])
-    return FlagTable(version=known, exact=known == version, nargs=tables[known]["nargs"], short=tables[known]["short"])
+    removed = {
+        flag: f"removed in {fact['removed_in']}; instead, {fact['instead']}"
+        for flag, fact in data["removed"].items()
+        if examined(version) and not in_range(version, fact["present"])
+    }
+    return FlagTable(
+        version=known,
+        exact=known == version,
+        removed=removed,
+        nargs=tables[known]["nargs"],
+        short=tables[known]["short"],
+    )

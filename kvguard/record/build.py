@@ -9,9 +9,11 @@ from pydantic import Field
 
 from kvguard.canonical import canonical_json, sha256_of
 from kvguard.record.digest import content_digest, scales_digest
+from kvguard.record.measured import EFFECTIVE_SIZES, split_claims, split_layers, without_sizes
 from kvguard.record.normalize import (
     Cleaner,
     exact_float,
+    in_order,
     jsonable,
     normalize_argv,
     normalize_checks,
@@ -68,7 +70,8 @@ def build_record(given: RecordInput, secrets: Sequence[str] = ()) -> dict[str, A
     """The run record: an in-toto Statement v1, as JSON data.
 
     The digested part is normalized (see `record.normalize`), so equal starts have equal `content_digest`s; the
-    command as it was, without secrets, goes to `undigested.argv`. `secrets` are masked wherever they stand.
+    command as it was, without secrets, goes to `undigested.argv`, measured sizes to `undigested.measured`.
+    `secrets` are masked wherever they stand.
     """
 
     def redacted(text: str) -> str:
@@ -78,7 +81,9 @@ def build_record(given: RecordInput, secrets: Sequence[str] = ()) -> dict[str, A
         return normalize_text(redacted(text))
 
     argv = [redacted(item) for item in redact_argv(given.plan.argv)]
-    layers = normalize_layers(given.layers, clean)
+    layers, shapes = split_layers(normalize_layers(given.layers, clean))
+    layers = in_order(layers, "rank", "name")
+    attributes, sizes = _attributes(given, clean)
     has_scales = given.effective.scales is not ScaleState.NOT_QUANTIZED
     statement: dict[str, Any] = {
         "_type": STATEMENT_TYPE,
@@ -87,13 +92,13 @@ def build_record(given: RecordInput, secrets: Sequence[str] = ()) -> dict[str, A
         "predicate": {
             "kvguard_version": given.kvguard_version,
             "engine": normalize_json(given.engine, clean),
-            "attributes": _attributes(given, clean),
+            "attributes": attributes,
             "policy": None if given.policy is None else jsonable(given.policy, valid_text, exact_float),
             "policy_digest": given.policy_digest,
             "plan": {
                 "changes": normalize_json(given.plan.changes, clean),
                 "argv": normalize_argv(argv),
-                "refusal": None if given.plan.refusal is None else clean(given.plan.refusal),
+                "refusal": None if given.plan.refusal is None else without_sizes(clean(given.plan.refusal)),
             },
             "verdict": given.verdict,
             "layers": layers,
@@ -104,7 +109,10 @@ def build_record(given: RecordInput, secrets: Sequence[str] = ()) -> dict[str, A
         },
     }
     statement["predicate"]["content_digest"] = content_digest(statement)
-    statement["predicate"]["undigested"] = jsonable({**given.undigested, "argv": argv}, redacted, exact_float)
+    statement["predicate"]["undigested"] = {
+        **jsonable({**given.undigested, "argv": argv}, redacted, exact_float),
+        "measured": {**sizes, "layers": shapes},
+    }
     return statement
 
 
@@ -120,13 +128,27 @@ def _subjects(subjects: Sequence[Subject], clean: Cleaner) -> list[dict[str, Jso
     return sorted(named, key=canonical_json)
 
 
-def _attributes(given: RecordInput, clean: Cleaner) -> list[dict[str, Json]]:
-    """One for each account. A stage's evidence is its claims, so its digest can be checked without the rest."""
+def _attributes(given: RecordInput, clean: Cleaner) -> tuple[list[dict[str, Json]], dict[str, Json]]:
+    """One for each account, and the sizes left out of them.
+
+    A stage's evidence is its claims, so its digest can be checked without the rest.
+    """
     attributes: list[dict[str, Json]] = []
+    observed: list[dict[str, Json]] = []
     for stage in STAGES:
         claims = normalize_claims(getattr(given, stage), clean)
+        if stage == "observed":
+            claims, observed = _split(claims)
         evidence = {"name": f"{stage} claims", "digest": {"sha256": sha256_of(claims).removeprefix("sha256:")}}
         attributes.append({"attribute": stage, "value": claims, "evidence": evidence})
-    attributes.append({"attribute": "effective", "value": normalize_effective(given.effective, clean)})
+    effective = normalize_effective(given.effective, clean)
+    sizes = {name: effective.pop(name) for name in EFFECTIVE_SIZES}
+    effective["supported_by"], supported_by = _split(effective["supported_by"])
+    attributes.append({"attribute": "effective", "value": effective})
     attributes.append({"attribute": "checks", "value": normalize_checks(given.checks, clean)})
-    return attributes
+    return attributes, {"effective": sizes, "observed": observed, "supported_by": supported_by}
+
+
+def _split(claims: list[dict[str, Json]]) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
+    settled, measured = split_claims(claims)
+    return in_order(settled, "source", "field", "where"), measured

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvguard.canonical import canonical_json
 from kvguard.record.statement import STAGES, Statement
-from kvguard.vocabulary import Claim, Frozen, Json
+from kvguard.vocabulary import Claim, Frozen, Json, width_bits
 
 _MISSING = None
 _PLAIN = ("verdict", "policy_digest", "scales_digest", "kvguard_version", "expected_ranks", "ranks")
@@ -25,15 +25,22 @@ class Difference(Frozen):
 def diff_records(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Difference, ...]:
     """What differs between two records' digested parts, most important first; empty exactly when nothing does.
 
-    Claims and layers are folded, so that a dtype that differs in 30 layers is one line, not 30. Raises
-    pydantic's ValidationError for what `read_record` would not have returned.
+    Measured sizes differ between equal starts, so they are told only where the caches' widths differ. Claims and
+    layers are folded, so that a dtype that differs in 30 layers is one line, not 30. Raises pydantic's
+    ValidationError for what `read_record` would not have returned.
     """
     first, second = Statement.model_validate(a), Statement.model_validate(b)
+    if _width(first) == _width(second):
+        first, second = first.without_measured(), second.without_measured()
     differences = tuple(_differences(first, second))
     digests = (first.predicate.content_digest, second.predicate.content_digest)
     if not differences and digests[0] != digests[1]:
         return (Difference(path="content_digest", a=digests[0], b=digests[1]),)
     return differences
+
+
+def _width(statement: Statement) -> int | None:
+    return width_bits(statement.effective.dtype)
 
 
 def _differences(a: Statement, b: Statement) -> Iterator[Difference]:
@@ -49,7 +56,7 @@ def _differences(a: Statement, b: Statement) -> Iterator[Difference]:
     yield from _members("plan", _plan(a), _plan(b))
     yield from _members("policy", _flat(pa.policy), _flat(pb.policy))
     yield from _members("connectors", {"": list(pa.connectors)}, {"": list(pb.connectors)})
-    yield from _layers(pa.layers, pb.layers)
+    yield from _layers(a.layers, b.layers)
 
 
 def _members(path: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvguard.canonical import canonical_json
+from kvguard.record.measured import without_sizes
 from kvguard.vocabulary import Check, Claim, Effective, Json
 
 Cleaner = Callable[[str], str]
@@ -20,11 +21,12 @@ _SIGNIFICANT_DIGITS = 6
 _MAX_DEPTH = 32
 _OF_ONE_START = (
     (re.compile(r"(?<=://)((?:\[[0-9a-fA-F:.]*\]|[^\s/:@]*)):\d+"), r"\1"),
+    (re.compile(r"(?<![\w.:/])(?:\d{1,3}(?:\.\d{1,3}){3}|localhost|\[[0-9a-fA-F:.]{2,}\]):\d{1,5}\b"), "*"),
     (re.compile(r"(?<![\w./:~\]-])(?:~|\.{1,2})?/(?:[^\s/:;,'\"()\[\]{}]+/)*([^\s/:;,'\"()\[\]{}]+)"), r"\1"),
     (re.compile(r"[ ,]*\b[Ll]ines? \d+(?:\s?[-–]\s?\d+)?"), ""),
     (re.compile(r"\b(pid|port)([ =:]{1,2})\d+\b", re.I), r"\1"),
 )
-"""Ports of URLs, directories of paths, line numbers, process ids and ports, and what is left in their place."""
+"""Ports of URLs, addresses with a port, directories of paths, line numbers, process ids; what is left in their place."""
 
 _ADDRESS_FLAGS = frozenset({"--port", "--host", "--uds"})
 _START_MEMBERS = frozenset({"pid", "port", "nonce"})
@@ -82,7 +84,7 @@ def jsonable(
         case list() | tuple():
             return [jsonable(item, clean, number, dropped, depth + 1) for item in value]
         case set() | frozenset():
-            return _in_order(jsonable(item, clean, number, dropped, depth + 1) for item in value)
+            return in_order(jsonable(item, clean, number, dropped, depth + 1) for item in value)
         case _:
             return clean(str(value))
 
@@ -121,33 +123,34 @@ def normalize_claim(claim: Claim, clean: Cleaner = normalize_text) -> dict[str, 
 
 def normalize_claims(claims: Iterable[Claim], clean: Cleaner = normalize_text) -> list[dict[str, Json]]:
     """Claims in one order; those that differed only in what was normalized away count once."""
-    return _in_order((normalize_claim(claim, clean) for claim in claims), "source", "field", "where")
+    return in_order((normalize_claim(claim, clean) for claim in claims), "source", "field", "where")
 
 
 def normalize_checks(checks: Iterable[Check], clean: Cleaner = normalize_text) -> list[dict[str, Json]]:
-    """Checks in one order."""
+    """Checks in one order, without the sizes one start measured: they stand in the claims that the check names."""
     prose = ("required", "found", "where", "action")
     normalized = (
-        {**check.model_dump(mode="json"), **{field: clean(getattr(check, field)) for field in prose}} for check in checks
+        {**check.model_dump(mode="json"), **{field: without_sizes(clean(getattr(check, field))) for field in prose}}
+        for check in checks
     )
-    return _in_order(normalized, "name")
+    return in_order(normalized, "name")
 
 
 def normalize_effective(effective: Effective, clean: Cleaner = normalize_text) -> dict[str, Json]:
-    """The effective cache, its claims, contradictions, backends and 16-bit layers in one order."""
+    """The effective cache; its claims, contradictions (without sizes), backends and 16-bit layers in one order."""
     names = ("attention_backends", "sixteen_bit_layers")
     return {
         **normalize_json(effective, valid_text),
         "scales_detail": clean(effective.scales_detail),
         "supported_by": normalize_claims(effective.supported_by, clean),
-        "contradictions": sorted({clean(text) for text in effective.contradictions}),
+        "contradictions": sorted({without_sizes(clean(text)) for text in effective.contradictions}),
         **{field: sorted({valid_text(name) for name in getattr(effective, field)}) for field in names},
     }
 
 
 def normalize_layers(layers: Iterable[Mapping[str, Any]], clean: Cleaner = normalize_text) -> list[dict[str, Json]]:
     """What the tensors showed for each rank and layer, in one order."""
-    return _in_order((normalize_json(layer, clean) for layer in layers), "rank", "name")
+    return in_order((normalize_json(layer, clean) for layer in layers), "rank", "name")
 
 
 def normalize_argv(argv: Sequence[str]) -> list[str]:
@@ -168,8 +171,8 @@ def normalize_argv(argv: Sequence[str]) -> list[str]:
     return items
 
 
-def _in_order(values: Iterable[Any], *members: str) -> list[Any]:
-    """Without repeats, in the order of the named members' texts, then of the whole."""
+def in_order(values: Iterable[Any], *members: str) -> list[Any]:
+    """JSON values without repeats, in the order of the named members' texts, then of the whole."""
     by_text = {canonical_json(value): value for value in values}
     return [by_text[text] for text in sorted(by_text, key=lambda text: _place(by_text[text], members, text))]
 

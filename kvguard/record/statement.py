@@ -6,6 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from kvguard.canonical import canonical_json
+from kvguard.record.measured import EFFECTIVE_SIZES, Measured, merge_claims, merge_layers
 from kvguard.vocabulary import Check, Claim, Effective, Frozen, Json
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
@@ -80,7 +82,11 @@ class Plan(_Shape):
 
 
 class Predicate(_Shape):
-    """What was established. `undigested` holds what no two starts share: times, paths, process ids, raw lines."""
+    """What was established.
+
+    `undigested` holds what no two starts share: times, paths, process ids, raw lines, and in `measured` (see
+    `record.measured`) the sizes of the cache, which `Statement` puts back where they belong.
+    """
 
     kvguard_version: str
     engine: dict[str, Any]
@@ -96,6 +102,22 @@ class Predicate(_Shape):
     scales_digest: str | None = Field(pattern=_PREFIXED_SHA256)
     content_digest: str = Field(pattern=_PREFIXED_SHA256)
     undigested: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _measured_holds_sizes(self) -> Self:
+        try:
+            Measured.model_validate(self.measured)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in ("undigested", "measured", *first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}") from None
+        canonical_json(self.measured)
+        return self
+
+    @property
+    def measured(self) -> Any:
+        """The sizes as the JSON holds them."""
+        return self.undigested.get("measured", {})
 
 
 class Statement(_Shape):
@@ -119,7 +141,7 @@ class Statement(_Shape):
 
     @property
     def effective(self) -> Effective:
-        """What the strongest evidence supports."""
+        """What the strongest evidence supports, with the sizes that were measured."""
         return Effective.model_validate(self.value("effective"))
 
     @property
@@ -128,5 +150,23 @@ class Statement(_Shape):
         return _CHECKS.validate_python(self.value("checks"))
 
     def value(self, attribute: AttributeName) -> Any:
-        """An attribute's value as the JSON holds it."""
-        return next(item.value for item in self.predicate.attributes if item.attribute == attribute)
+        """An attribute's value as JSON, with the sizes that were measured."""
+        value = next(item.value for item in self.predicate.attributes if item.attribute == attribute)
+        measured = self.predicate.measured
+        if attribute == "observed":
+            return merge_claims(value, measured.get("observed", ()))
+        if attribute == "effective":
+            support = merge_claims(value.get("supported_by", ()), measured.get("supported_by", ()))
+            sizes = {name: size for name, size in measured.get("effective", {}).items() if name in EFFECTIVE_SIZES}
+            return {**value, **sizes, "supported_by": support}
+        return value
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """What the tensors showed for each rank and layer, with their shapes."""
+        return merge_layers(self.predicate.layers, self.predicate.measured.get("layers", ()))
+
+    def without_measured(self) -> Self:
+        """This record without the sizes that were measured: all that two equal starts share."""
+        undigested = {name: value for name, value in self.predicate.undigested.items() if name != "measured"}
+        return self.model_copy(update={"predicate": self.predicate.model_copy(update={"undigested": undigested})})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,10 @@ from kvguard.vocabulary import UsageError
 
 KEPT = 50
 MAX_BYTES = 32 << 20
+ABANDONED_AFTER = timedelta(hours=1)
+"""Age from which a temporary file is of a writer that did not live to rename it."""
+
+_TEMPORARY = ".record-"
 _NAME = re.compile(r"\d{8}T\d{6}\.\d{6}Z-[0-9a-f]{12}\.json")
 
 
@@ -36,7 +41,8 @@ def default_directory(env: Mapping[str, str]) -> Path:
 
 
 def write_record(statement: Mapping[str, Any], directory: Path, now_utc: str) -> Path:
-    """Write a record as `<time>-<first 12 digits of its content digest>.json` and drop all but the newest 50.
+    """Write a record as `<time>-<first 12 digits of its content digest>.json` and drop all but the newest 50,
+    and temporary files older than an hour.
 
     `now_utc` is ISO 8601 in UTC ("2025-11-29T15:03:00Z"); anything else is a ValueError. The directory is made
     with mode 0700 when missing; the file has mode 0600 and appears complete or not at all. Raises UsageError
@@ -53,6 +59,7 @@ def write_record(statement: Mapping[str, Any], directory: Path, now_utc: str) ->
         _write_whole(path, text)
         for old in sorted(_records(directory) - {path}, reverse=True)[KEPT - 1 :]:
             old.unlink(missing_ok=True)
+        _sweep(directory, now - ABANDONED_AFTER)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
@@ -105,9 +112,16 @@ def _records(directory: Path) -> set[Path]:
     return {directory / name for name in os.listdir(directory) if _NAME.fullmatch(name)}
 
 
+def _sweep(directory: Path, before: datetime) -> None:
+    for temporary in directory.glob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            if temporary.lstat().st_mtime < before.timestamp():
+                temporary.unlink()
+
+
 def _write_whole(path: Path, text: str) -> None:
     # mkstemp makes the file 0600 and never opens one that exists.
-    descriptor, temporary = tempfile.mkstemp(prefix=".record-", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

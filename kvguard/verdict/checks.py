@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvguard.checkpoint.models import Declared
+from kvguard.evidence.tensors import extent
 from kvguard.policy.models import MODEL_DTYPE, Policy, ScalesRule, allows_dtype, allows_scales, allows_version
 from kvguard.vocabulary import (
     Check,
@@ -12,11 +13,13 @@ from kvguard.vocabulary import (
     Confidence,
     Effective,
     ScaleState,
+    Source,
     canonical_dtype,
     is_quantized,
     width_bits,
 )
 
+_SHOWN_ECHOES = 3
 _BROKEN_SCALES = frozenset({ScaleState.PARTIAL, ScaleState.INVALID})
 
 
@@ -87,9 +90,15 @@ def version_check(policy: Policy, version: str | None) -> Check:
 
 
 def _supported_by(effective: Effective) -> str:
-    places = [claim.where for claim in effective.supported_by]
-    shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-    return shown or "no source gave information"
+    """Where the effective dtype was read: tensors by their number, capacity with its numbers, echoes by place."""
+    claims = effective.supported_by
+    layers = extent(claims)
+    if layers:
+        return f"cache tensors of {layers}"
+    capacity = [claim.where for claim in claims if claim.source is Source.CAPACITY]
+    echoes = [claim.where for claim in claims if claim.source is not Source.CAPACITY]
+    rest = [f"{len(echoes) - _SHOWN_ECHOES} more"] if len(echoes) > _SHOWN_ECHOES else []
+    return ", ".join((*capacity, *echoes[:_SHOWN_ECHOES], *rest)) or "no source gave information"
 
 
 def _dtype_check(policy: Policy, effective: Effective, model_dtype: str | None) -> Check:
@@ -156,7 +165,7 @@ def _scales_check(policy: Policy | None, effective: Effective, declared: Declare
         ),
         found=f"{state}{detail}{expected}",
         where="scale tensors in the workers" if read else "not read from outside the engine",
-        action="" if result is CheckResult.PASS else "see `kvguard inspect` for what the checkpoint's files hold",
+        action="see `kvguard inspect` for what the checkpoint's files hold" if result is CheckResult.FAIL else "",
         enforced=named or read or state in _BROKEN_SCALES,
     )
 
@@ -181,7 +190,7 @@ def _layers_check(policy: Policy | None, effective: Effective) -> Check:
         required=f"{stated} may stay 16-bit" if policy is not None else "layers alike",
         found=found,
         where="cache tensors in the workers" if proven else "not read from outside the engine",
-        action="" if result is CheckResult.PASS else "list intended layers in kv_cache.skip_layers of the policy",
+        action="list intended layers in kv_cache.skip_layers of the policy" if result is CheckResult.FAIL else "",
         enforced=bool(allowed) or effective.dtype == "mixed",
     )
 

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from record_samples import claim, sample
+from record_samples import claim, layer, sample
 from typer.testing import CliRunner
 
 from kvguard.cli.record import app
-from kvguard.record.build import build_record
+from kvguard.record.build import RecordInput, build_record
 from kvguard.record.store import write_record
 from kvguard.vocabulary import CheckResult, Source, Stage, UsageError
 
@@ -49,6 +49,70 @@ def test_show_fits_one_screen_and_has_every_account(records: tuple[Path, Path]) 
     ):
         assert part in result.output
     assert len(result.output.splitlines()) < 50
+
+
+def real_size() -> RecordInput:
+    """30 layers, and as many claims about them."""
+    layers = [{**layer(number), "tensor_dtype": "torch.uint8"} for number in range(30)]
+    told = [
+        claim(
+            Stage.OBSERVED,
+            Source.TENSORS,
+            "layer_kv_cache",
+            {name: item[name] for name in ("kv_cache_dtype", "tensor_dtype", "backend", "k_scale", "v_scale")},
+            f"rank 0 layer {item['name']}",
+        )
+        for item in layers
+    ]
+    start = sample(layers=layers)
+    effective = start.effective.model_copy(update={"supported_by": tuple(told)})
+    return start.model_copy(update={"observed": (*told, *start.observed), "effective": effective})
+
+
+def test_thirty_layers_are_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    path = str(write_record(build_record(real_size()), tmp_path, "2025-11-29T15:00:00Z"))
+    output = " ".join(run.invoke(app, ["show", path]).output.split())
+    assert "30 layers on 1 rank: fp8_e4m3, torch.uint8, cache tensors (--layers lists them) CPU_ATTN" in output
+    assert "model.layers.7." not in output
+    assert len(run.invoke(app, ["show", path]).output.splitlines()) < 50
+    listed = run.invoke(app, ["show", path, "--layers"]).output.splitlines()
+    rows = [line.split() for line in listed if "self_attn.attn" in line and line.startswith("0 ")]
+    assert [row[1].split(".")[2] for row in rows] == [str(number) for number in range(30)]
+    assert rows[0][2:] == ["fp8_e4m3", "torch.uint8", "CPU_ATTN", "[0.05]", "[0.02]", "[728,3,128,128]"]
+
+
+def test_layers_that_differ_have_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    start = real_size()
+    first = start.observed[0]
+    wide = first.model_copy(update={"value": {**first.value, "kv_cache_dtype": "bfloat16"}, "note": "odd"})
+    record = build_record(start.model_copy(update={"observed": (wide, *start.observed[1:])}))
+    output = run.invoke(app, ["show", str(write_record(record, tmp_path, "2025-11-29T15:00:00Z"))]).output
+    assert "29 layers on 1 rank: fp8_e4m3, torch.uint8" in output
+    assert "1 layer on 1 rank: bfloat16, torch.uint8, CPU_ATTN, odd" in output
+
+
+def test_what_is_wrong_is_shown_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    words = "all forty words of the person on call " * 2
+    check = (
+        sample()
+        .checks[0]
+        .model_copy(
+            update={
+                "result": CheckResult.FAIL,
+                "required": words,
+                "where": words,
+                "found": words,
+                "action": "change the policy",
+            }
+        )
+    )
+    record = build_record(sample().model_copy(update={"checks": (check,)}))
+    output = run.invoke(app, ["show", str(write_record(record, tmp_path, "2025-11-29T15:00:00Z"))]).output
+    assert output.count("call") == 6
+    assert "change the policy" in output
 
 
 def test_many_values_of_one_field_share_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 """A real vLLM on the CPU and a small real model, set up once in the cache and shared by all tests here."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from guarded import Guarded
 
 from kvguard.demo.environment import ENGINE_VERSION, cpu_supports_fp8_kv, ensure_engine
 from kvguard.demo.model import ensure_model
@@ -52,3 +53,21 @@ def model(engine_python: Path, engine_cache: Path) -> Path:
 def variant(model: Path) -> Callable[[str], Path]:
     """The directory of a variant of the model, by kind (see kvguard.demo.variants.VARIANTS)."""
     return ensure_variants(model).__getitem__
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    engine_bin: Path, variant: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Guarded]]:
+    """Starts `kvguard serve` on a variant; everything started is ended with the module."""
+    started: list[Guarded] = []
+
+    def start(kind: str, *flags: str, policy: str = "", options: Sequence[str] = ()) -> Guarded:
+        directory = tmp_path_factory.mktemp(kind)
+        one = Guarded(directory, variant(kind), *flags, vllm=str(engine_bin), policy=policy, options=options)
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        one.close()

@@ -272,3 +272,19 @@ def test_every_version_answers_every_value_for_every_kind_of_checkpoint():
                     assert "\n" not in found.reason
                     assert not (found.fails and found.dtype != "unknown")
                     assert (found.scales is ScaleState.UNKNOWN) == (found.dtype == "unknown")
+
+
+def test_a_query_scale_or_recurrent_layers_defeat_calculate_kv_scales():
+    with_query = {**ALL, **{f"model.layers.{layer}.self_attn.q_scale": f32(0.1) for layer in range(30)}}
+    block = {"quantization_config": {"quant_method": "fp8"}}
+    found = predict("0.27.1", "fp8", model(block, with_query), calculate_kv_scales=True)
+    assert found.scales is ScaleState.UNIT_DEFAULT
+    assert "query scale" in found.reason
+    hybrid = model({"mamba_d_state": 16})
+    assert predict("0.27.1", "fp8", hybrid, calculate_kv_scales=True).scales is ScaleState.UNIT_DEFAULT
+    assert predict("0.18.1", "fp8", hybrid, calculate_kv_scales=True).scales is ScaleState.RUNTIME_ONCE
+
+
+def test_host_copies_that_stay_at_one_are_mentioned():
+    assert "FlashInfer" in predict("0.19.1", None, CT).reason
+    assert "FlashInfer" not in predict("0.20.0", None, CT).reason

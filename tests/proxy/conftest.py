@@ -18,7 +18,7 @@ Serve = Callable[..., tuple[Proxy, FakeEngine]]
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A directory with a path short enough for Unix sockets."""
-    with TemporaryDirectory(prefix="kg", dir="/tmp") as directory:
+    with TemporaryDirectory(prefix="kg") as directory:
         yield Path(directory)
 
 

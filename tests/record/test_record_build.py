@@ -13,7 +13,7 @@ from kvguard.canonical import sha256_of
 from kvguard.record.build import build_record
 from kvguard.record.digest import content_digest, scales_digest
 from kvguard.record.statement import STAGES, Statement
-from kvguard.vocabulary import CheckResult, ScaleState, Source, Stage
+from kvguard.vocabulary import CheckResult, Claim, ScaleState, Source, Stage
 
 
 def digest(record: dict[str, Any]) -> str:
@@ -31,8 +31,8 @@ def test_it_is_an_in_toto_statement_with_all_six_attributes() -> None:
     assert names == [*STAGES, "effective", "checks"]
     statement = Statement.model_validate(json.loads(json.dumps(REFERENCE, allow_nan=False)))
     assert statement.effective.dtype == "fp8_e4m3"
-    assert [check.name for check in statement.checks] == ["dtype", "scales"]
-    assert len(statement.claims("observed")) == 4
+    assert [check.name for check in statement.checks] == ["confidence", "dtype", "scales"]
+    assert len(statement.claims("observed")) == 6
 
 
 def test_each_stage_carries_the_digest_of_its_evidence() -> None:
@@ -79,9 +79,55 @@ def test_what_differs_from_start_to_start_does_not_change_the_digest(
     json.dumps(record, allow_nan=False).encode()
 
 
+def evidence(record: dict[str, Any]) -> list[str]:
+    return [item["evidence"]["digest"]["sha256"] for item in record["predicate"]["attributes"] if "evidence" in item]
+
+
+@given(size=st.integers(1, 2**50), tokens=st.integers(1, 2**40))
+def test_what_memory_profiling_left_changes_no_digest_and_is_read_back(*, size: int, tokens: int) -> None:
+    start = sample(size=size, tokens=tokens)
+    record = json.loads(json.dumps(build_record(start), allow_nan=False))
+    assert digest(record) == digest(REFERENCE)
+    assert evidence(record) == evidence(REFERENCE)
+    statement = Statement.model_validate(record)
+    observed = {(claim.source, claim.field): claim for claim in statement.claims("observed")}
+    assert observed[Source.METRICS, "kv_tokens"].value == observed[Source.LOG, "kv_tokens"].value == tokens
+    assert observed[Source.TENSORS, "kv_memory_bytes"].value == size
+    assert observed[Source.CAPACITY, "kv_cache_dtype"].where == f"capacity: {size} bytes ÷ {tokens} tokens"
+    assert observed[Source.CAPACITY, "kv_cache_dtype"].note.startswith(f"{size / tokens:,.0f} bytes per token")
+    effective = statement.effective
+    assert (effective.kv_bytes, effective.kv_tokens) == (size, tokens)
+    assert effective.bytes_per_token == pytest.approx(size / tokens, rel=1e-5)
+    assert {claim.where for claim in effective.supported_by} == {claim.where for claim in start.effective.supported_by}
+    assert [item["shape"][0] for item in statement.layers] == [tokens // 128] * 3
+    assert "shape" not in record["predicate"]["layers"][0]
+
+
+def test_one_size_or_two_are_the_same_start() -> None:
+    start = sample()
+    other = claim(Stage.OBSERVED, Source.TENSORS, "kv_memory_bytes", 5, "rank 0", note="each storage counted once")
+    record = build_record(start.model_copy(update={"observed": (*start.observed, other)}))
+    assert digest(record) == digest(REFERENCE)
+    assert len(Statement.model_validate(record).claims("observed")) == 7
+
+
+def test_a_size_that_was_asked_for_is_no_measurement() -> None:
+    asked = [
+        claim(Stage.REQUESTED, Source.COMMAND_LINE, "kv_memory_bytes", size, "command line: --kv-cache-memory-bytes")
+        for size in (1 << 30, 1 << 31)
+    ]
+    one, other = (build_record(sample().model_copy(update={"requested": (item,)})) for item in asked)
+    assert digest(one) != digest(other)
+
+
+def eight_bit_became_sixteen(item: Claim) -> Claim:
+    return item.model_copy(update={"value": "16-bit"}) if item.source is Source.CAPACITY else item
+
+
 @pytest.mark.parametrize(
     "changed",
     [
+        sample().model_copy(update={"observed": tuple(map(eight_bit_became_sixteen, sample().observed))}),
         sample(dtype="bfloat16"),
         sample(scales=ScaleState.UNIT_DECLARED),
         sample(result=CheckResult.FAIL),

@@ -31,7 +31,21 @@ def test_another_dtype_is_one_line_an_account() -> None:
     assert found["checks.dtype"][1] == "pass: required fp8_e4m3, found bfloat16"
     assert found["scales_digest"][1] is None
     assert next(iter(found)) == "effective.dtype"
-    assert len(found) == 8 - 1
+    assert found["observed.capacity.kv_cache_dtype"] == ("8-bit", "16-bit")
+    assert found["effective.contradictions"][1][1].startswith("… bytes per token are 16-bit")
+    assert len(found) == 9
+
+
+def test_sizes_are_told_only_where_the_width_differs() -> None:
+    assert differences(sample(size=1 << 31, tokens=200_000)) == {}
+    found = differences(sample(dtype="bfloat16", size=1 << 31, tokens=93_184))
+    assert found["effective.kv_bytes"] == (1 << 30, 1 << 31)
+    assert found["effective.bytes_per_token"] == (11522.8, 23045.6)
+    assert found["observed.tensors.kv_memory_bytes"] == (1 << 30, 1 << 31)
+    assert "effective.kv_tokens" not in found
+    assert "layers.shape (3 of 3)" not in found
+    found = differences(sample(dtype="bfloat16", tokens=46_592))
+    assert found["layers.shape (3 of 3)"] == ([728, 3, 128, 128], [364, 3, 128, 128])
 
 
 def test_scales_engine_checks_subjects_and_command() -> None:
@@ -83,10 +97,10 @@ CLAIMS = st.lists(
     st.builds(
         Claim,
         stage=st.just(Stage.OBSERVED),
-        source=st.sampled_from([Source.LOG, Source.TENSORS]),
-        field=st.sampled_from(["dtype", "scale"]),
+        source=st.sampled_from([Source.LOG, Source.TENSORS, Source.CAPACITY]),
+        field=st.sampled_from(["dtype", "scale", "kv_tokens"]),
         value=st.none() | st.integers(0, 2) | st.floats() | st.text(max_size=2),
-        where=st.sampled_from(["here", "there", "line 5"]),
+        where=st.sampled_from(["here", "there", "line 5", "capacity: 1,024 bytes ÷ 7 tokens", "capacity: 4 bytes ÷ 9 tokens"]),
     ),
     max_size=3,
 )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvguard.record.measured import without_sizes
 from kvguard.record.normalize import normalize_argv, normalize_claims, normalize_json, normalize_text, stable_float
 from kvguard.vocabulary import Claim, Source, Stage
 
@@ -25,6 +26,8 @@ from kvguard.vocabulary import Claim, Source, Stage
         ("metric vllm:cache_config_info label cache_dtype", "metric vllm:cache_config_info label cache_dtype"),
         ("http://127.0.0.1:8123/metrics", "http://127.0.0.1/metrics"),
         ("https://[::1]:8123/metrics", "https://[::1]/metrics"),
+        ("reached on 127.0.0.1:8123, [::1]:80 and localhost:9", "reached on *, * and *"),
+        ("127.0.0.1: refused, version 1.2.3.4", "127.0.0.1: refused, version 1.2.3.4"),
         ("(EngineCore pid=99) on port 8000", "(EngineCore pid) on port"),
         ("1,024 tokens / layer, 5 bytes/token", "1,024 tokens / layer, 5 bytes/token"),
         ("baseline 5", "baseline 5"),
@@ -41,7 +44,21 @@ def test_any_text_can_be_normalized_and_encoded(text: str) -> None:
     normalize_text(text).encode()
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("capacity: 1073741824 bytes ÷ 93184 tokens", "capacity: … bytes ÷ … tokens"),
+        ("11,522.8 bytes per token are 8-bit, 3 blocks", "… bytes per token are 8-bit, … blocks"),
+        ("rank 0 of 2 ranks, fp8 tokens", "rank 0 of 2 ranks, fp8 tokens"),
+    ],
+)
+def test_sizes_leave_their_words(text: str, expected: str) -> None:
+    assert without_sizes(text) == expected
+
+
 def test_a_long_hostile_line_takes_no_time() -> None:
+    without_sizes("1" * 200_000)
+    without_sizes("1,.2" * 50_000)
     for piece in (": /x", "/a", "://", "line 1 ", "?key"):
         normalize_text(piece * 20_000)
 

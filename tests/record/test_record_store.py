@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from record_samples import sample
 
 from kvguard.record.build import build_record
+from kvguard.record.diff import diff_records
 from kvguard.record.digest import content_digest
+from kvguard.record.statement import STAGES, Statement
 from kvguard.record.store import KEPT, default_directory, latest, load_statement, read_record, write_record
 from kvguard.vocabulary import UsageError
 
@@ -75,6 +78,18 @@ def test_the_newest_fifty_stay_and_nothing_else_is_touched(tmp_path: Path) -> No
     assert len(names) == KEPT + 1
     assert names[0].startswith("20251129T150500")
     assert latest(tmp_path).name.startswith("20251129T155400")
+
+
+def test_temporary_files_of_writers_that_died_are_swept(tmp_path: Path) -> None:
+    noon = datetime(2025, 11, 29, 12, tzinfo=UTC).timestamp()
+    ages = {".record-dead": 3601, ".record-at-work": 3599, ".recorded": 9000, "record-mine": 9000, ".record-directory": 9000}
+    for name, age in ages.items():
+        (tmp_path / name).mkdir() if name.endswith("directory") else (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (noon - age, noon - age))
+    (tmp_path / ".record-link").symlink_to(tmp_path / "record-mine")
+    os.utime(tmp_path / ".record-link", (noon - 9000, noon - 9000), follow_symlinks=False)
+    path = write_record(RECORD, tmp_path, "2025-11-29T12:00:00Z")
+    assert sorted(os.listdir(tmp_path)) == sorted([*(set(ages) - {".record-dead"}), path.name])
 
 
 def test_a_clock_that_went_back_does_not_lose_the_record_just_written(tmp_path: Path) -> None:
@@ -154,6 +169,48 @@ def test_what_is_not_a_run_record_is_refused_by_member(tmp_path: Path, changed: 
     assert named in message
 
 
+MEASURED: dict[str, Any] = RECORD["predicate"]["undigested"]["measured"]
+DTYPE = {"stage": "observed", "source": "tensors", "field": "kv_cache_dtype", "value": "fp8_e5m2", "where": "rank 0"}
+
+
+@pytest.mark.parametrize(
+    ("measured", "named"),
+    [
+        (None, "undigested.measured"),
+        ({"effective": {"kv_bytes": "many"}}, "undigested.measured.effective.kv_bytes"),
+        ({"observed": [DTYPE]}, "a claim about kv_cache_dtype is no size"),
+        ({"supported_by": [{**DTYPE, "stage": "requested", "field": "kv_tokens"}]}, "no size"),
+        ({"observed": [{"field": []}]}, "undigested.measured.observed.0"),
+        ({"layers": [3]}, "undigested.measured.layers.0"),
+    ],
+)
+def test_only_sizes_are_measured(tmp_path: Path, measured: Any, named: str) -> None:
+    message = refusal(tmp_path / "r.json", json.dumps(edited("predicate", "undigested", "measured", value=measured)).encode())
+    assert named in message
+
+
+def test_measured_sizes_cannot_change_what_was_digested() -> None:
+    measured = copy.deepcopy(MEASURED)
+    measured["effective"] |= {"dtype": "bfloat16", "kv_bytes": 5}
+    measured["layers"][0] |= {"k_scale": [1.0], "shape": [9]}
+    for item in measured["observed"]:
+        if item["source"] == "capacity":
+            item["value"] = "16-bit"
+    statement = Statement.model_validate(edited("predicate", "undigested", "measured", value=measured))
+    assert (statement.effective.dtype, statement.effective.kv_bytes) == ("fp8_e4m3", 5)
+    assert (statement.layers[0]["k_scale"], statement.layers[0]["shape"]) == ([0.05], [9])
+    capacity = [item for item in statement.claims("observed") if item.source == "capacity"]
+    assert [(item.value, item.where) for item in capacity] == [("8-bit", "capacity: … bytes ÷ … tokens")]
+
+
+def test_a_record_without_measured_sizes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(edited("predicate", "undigested", value={})))
+    statement = load_statement(path)
+    assert statement.effective.kv_bytes is None
+    assert len(statement.claims("observed")) == 3
+
+
 TEXT = json.dumps(RECORD)
 
 
@@ -170,6 +227,7 @@ TEXT = json.dumps(RECORD)
         TEXT[:-20].encode(),
         TEXT.replace('"kvguard_version"', '"verdict": "serve", "kvguard_version"').encode(),
         TEXT.replace("4242", "NaN").encode(),
+        TEXT.replace('"kv_bytes": 1073741824', '"kv_bytes": 1, "x": 1e999').encode(),
         TEXT.replace("4242", "9" * 5000).encode(),
         TEXT.replace('"kvguard_version"', '"x": 1e999, "kvguard_version"').encode(),
         TEXT.replace('"kvguard_version"', '"x": "\\ud800", "kvguard_version"').encode(),
@@ -205,6 +263,7 @@ def test_arbitrary_bytes_never_raise_anything_else(tmp_path: Path, content: byte
 PLACES = st.sampled_from(
     [("subject",), ("predicate",), *(("predicate", name) for name in RECORD["predicate"])]
     + [("predicate", "attributes", number, "value") for number in range(6)]
+    + [("predicate", "undigested", "measured", name) for name in MEASURED]
     + [("predicate", "layers", 0), ("predicate", "plan", "argv"), ("predicate", "engine", "version")]
 )
 JUNK = st.recursive(
@@ -223,7 +282,13 @@ def test_arbitrary_members_never_raise_anything_else(tmp_path: Path, place: tupl
     path = tmp_path / "r.json"
     path.write_text(json.dumps(record))
     read = read_or_one_line(path)
-    assert read is None or content_digest(read) == read["predicate"]["content_digest"]
+    if read is None:
+        return
+    assert content_digest(read) == read["predicate"]["content_digest"]
+    statement = Statement.model_validate(read)
+    assert statement.effective.dtype is not None
+    assert [len(statement.claims(stage)) for stage in STAGES]
+    assert diff_records(read, read) == ()
 
 
 def test_latest_says_when_there_is_none(tmp_path: Path) -> None:

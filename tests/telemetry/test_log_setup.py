@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -30,15 +31,22 @@ def test_json_lines_on_stderr(capsys):
     assert out == ""
     record = json.loads(err)
     assert record.pop("timestamp").endswith("Z")
-    assert record == {"event": "engine failed a request", "level": "warning", "route": "/v1/models", "status": 502}
+    assert record == {
+        "logger": "kvguard",
+        "event": "engine failed a request",
+        "level": "warning",
+        "route": "/v1/models",
+        "status": 502,
+    }
 
 
-def test_key_value_lines_where_there_is_no_terminal(capsys):
+def test_plain_lines_begin_with_our_name_where_there_is_no_terminal(capsys):
     configure("info")
     structlog.get_logger("kvguard.x").info("gate opened", state="serving", reason="two words")
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.endswith('level=info event="gate opened" state=serving reason="two words"\n')
+    line = r'kvguard \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ info  gate opened  state=serving reason="two words"\n'
+    assert re.fullmatch(line, err)
     assert "\x1b" not in err
 
 
@@ -48,7 +56,16 @@ def test_colour_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     configure("info")
     structlog.get_logger("kvguard.x").info("gate opened")
-    assert "\x1b" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("kvguard ")
+    assert "\x1b" in err
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        structlog.get_logger("kvguard.x").exception("failed")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert all(line.startswith("kvguard ") for line in lines)
 
 
 def test_level_and_other_libraries(capsys):
@@ -58,7 +75,8 @@ def test_level_and_other_libraries(capsys):
     logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert 'event="Invalid HTTP request received."' in err
+    assert err.startswith("kvguard ")
+    assert err.endswith("Z warning Invalid HTTP request received.\n")
 
 
 def test_tracebacks_stay_on_one_line(capsys):
@@ -71,6 +89,17 @@ def test_tracebacks_stay_on_one_line(capsys):
         err = capsys.readouterr().err
         assert err.count("\n") == 1
         assert "broken" in err
+
+
+def test_what_the_engine_said_cannot_begin_a_line(capsys):
+    configure("info", json=False)
+    structlog.get_logger("kvguard.x").error("died\nfake\r\x1b[2J", reason="a\nb\u2028c", found="½ … ÷")
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.isprintable() is False
+    assert err[:-1].isprintable()
+    assert "died\\nfake\\r\\x1b[2J" in err
+    assert "½ … ÷" in err
 
 
 def test_configuring_again_does_not_double_lines(capsys):
