@@ -228,7 +228,8 @@ def _load_yaml(path: str, read: Callable[[str], bytes]) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise UsageError(f"{path}{place}: not valid YAML: {problem}") from error
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
         raise UsageError(f"{path}: a vLLM --config file must be a mapping of flag names to values")
     return parsed

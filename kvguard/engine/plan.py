@@ -128,8 +128,7 @@ def make_plan(
     edits.drop("--host", "--port", "--uds")
     edits.add("--uds", socket)
     edits.add("--port", str(free_port))
-    where = listen.uds or f"{listen.host}:{listen.port}"
-    edits.note(f"listens on {socket}", f"clients reach it through kvguard on {where}, and no other way")
+    edits.note(f"listens on {socket}", "clients reach it through kvguard, where the command said, and no other way")
 
     tls = [flag for flag in (*TLS_FLAGS, _TLS_SWITCH) if command.last(flag)]
     if tls:

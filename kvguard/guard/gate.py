@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvguard.evidence.metrics import EngineFigures
 from kvguard.guard.state import State
 from kvguard.vocabulary import Check, Effective, Frozen
 
@@ -46,25 +47,6 @@ class Gate:
         self.snapshot = Snapshot(State.STARTING, False, "the engine is starting", 10, UNKNOWN_HEADERS)
 
 
-class EngineGauges(Frozen):
-    """The engine's own figures, read from its /metrics (and limits from inside). None: the engine does not say.
-
-    Bytes for `kv_bytes_*`; tokens for `kv_tokens_*`; `kv_pinned_ratio` is the share of blocks that running
-    requests hold (evictable prefix blocks count as free); `preemptions_total` is the engine's raw counter.
-    """
-
-    kv_bytes_total: int | None = None
-    kv_bytes_used: float | None = None
-    bytes_per_token: float | None = None
-    kv_tokens_total: int | None = None
-    kv_tokens_used: float | None = None
-    kv_pinned_ratio: float | None = None
-    running: float | None = None
-    waiting: float | None = None
-    limit: int | None = None
-    preemptions_total: float | None = None
-
-
 class Status(Frozen):
     """Everything the management port shows about one guarded engine.
 
@@ -83,4 +65,4 @@ class Status(Frozen):
     model: str = ""
     policy_digest: str = ""
     on_violation: str = ""
-    gauges: EngineGauges = EngineGauges()
+    gauges: EngineFigures = EngineFigures()

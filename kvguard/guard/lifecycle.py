@@ -18,7 +18,6 @@ from kvguard.engine.run_directory import RunDirectory
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.log import LogReader
 from kvguard.guard.board import Board
-from kvguard.guard.gate import EngineGauges
 from kvguard.guard.prepare import Prepared
 from kvguard.guard.run_record import record_input
 from kvguard.guard.settings import Settings
@@ -351,7 +350,7 @@ class Guard:
             with contextlib.suppress(UsageError):
                 page = metrics_evidence.parse_metrics((await client.metrics_text()).body or b"")
                 figures = metrics_evidence.gauges(page, self._board.status.effective, self._limit)
-                self._board.update(gauges=EngineGauges(**figures.model_dump()))
+                self._board.update(gauges=figures)
             await asyncio.sleep(self._settings.refresh)
 
     async def _drain(self) -> None:

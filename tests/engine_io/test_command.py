@@ -91,7 +91,7 @@ def test_config_with_equals_is_not_read_and_warned_about() -> None:
     [
         (("--kv-cache", "fp8"), "ambiguous"),
         (("--kv-cache-dtpye", "fp8"), "did you mean --kv-cache-dtype?"),
-        (("--calculate-kv-scales",), "no such flag"),
+        (("--calculate-kv-scales",), "removed in 0.28.0; instead"),
         (("--port",), "expects a value"),
         (("other",), "one model"),
         (("--config", "none.yaml"), "none.yaml"),

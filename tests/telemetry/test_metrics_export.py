@@ -6,12 +6,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvguard.guard.gate import EngineGauges, Status
+from kvguard.evidence.metrics import EngineFigures
+from kvguard.guard.gate import Status
 from kvguard.guard.state import State
 from kvguard.telemetry.metrics import FAMILIES, GuardCollector, ProxyMetrics
 from kvguard.vocabulary import Check, CheckResult, Confidence, Effective, ScaleState
 
-GAUGES = EngineGauges(
+GAUGES = EngineFigures(
     kv_bytes_total=2**30,
     kv_bytes_used=2**20,
     bytes_per_token=11520.0,
@@ -132,10 +133,10 @@ def test_what_is_not_known_is_absent():
         "kvguard_state",
         "kvguard_check_status",
     }
-    export.status = Status(gauges=EngineGauges(running=3.0))
+    export.status = Status(gauges=EngineFigures(running=3.0))
     assert export.value("kvguard_batch_running_requests") == 3
     assert export.value("kvguard_batch_occupancy_ratio") is None
-    export.status = Status(gauges=EngineGauges(running=0.0, limit=8))
+    export.status = Status(gauges=EngineFigures(running=0.0, limit=8))
     assert export.value("kvguard_batch_occupancy_ratio") == 0
 
 
