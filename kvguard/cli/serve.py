@@ -104,7 +104,8 @@ def show_plan(prepared: Prepared, plan: Plan, policy: Policy | None) -> None:
     for warning in (*plan.warnings, *prepared.degraded):
         write(f"kvguard: warning  {warning}\n")
     for check in prepared.checks:
-        write(f"kvguard: check    {describe(check)}\n")
+        if not violates((check,)):  # the others are told as the refusal
+            write(f"kvguard: check    {describe(check)}\n")
     write(f"kvguard: command  {' '.join(redact_argv(list(plan.argv)))}\n")
     sys.stderr.flush()
 
