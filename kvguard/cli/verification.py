@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +77,9 @@ def show(result: Verification, console: Console) -> None:
     effective = result.evidence.effective
     version = f"vLLM {result.engine_version}" if result.engine_version else "vLLM, version unknown"
     _line(console, f"{result.target}: {version}; checkpoint {result.checkpoint or 'not found'}", "bold")
-    table = Table("source", "field", "says", "where")
+    table = Table(box=SIMPLE_HEAD)
+    for heading, least in (("source", 7), ("field", 15), ("says", 20), ("where", 20)):
+        table.add_column(heading, min_width=least)
     for row in _rows(result):
         table.add_row(*map(_cell, row))
     console.print(table)
@@ -85,7 +88,7 @@ def show(result: Verification, console: Console) -> None:
     if effective.bytes_per_token is not None and effective.kv_bytes is not None:
         per_token = f"{effective.bytes_per_token:,.0f} bytes per token"
         _line(console, f"{human_bytes(effective.kv_bytes)} for {effective.kv_tokens:,} tokens: {per_token}")
-    checks = Table("check", "result", "required", "found", "what to do")
+    checks = Table("check", "result", "required", "found", "what to do", box=SIMPLE_HEAD)
     for check in result.checks:
         outcome = Text(check.result if check.enforced else f"{check.result} (not required)", _STYLES[check.result])
         checks.add_row(_cell(check.name), outcome, *map(_cell, (check.required, check.found, check.action)))
