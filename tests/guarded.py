@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,20 @@ def free_port() -> int:
 class Guarded:
     """One `kvguard serve`. Its output is kept in files, its run directory is its own, so leftovers can be seen."""
 
-    def __init__(self, directory: Path, model: Path, *flags: str, vllm: str, policy: str = "", options: Sequence[str] = ()):
+    start_limit, look_every = START_LIMIT, 0.2
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        *flags: str,
+        vllm: str,
+        policy: str = "",
+        options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        out: Path | None = None,
+        err: Path | None = None,
+    ):
         self.directory = directory
         self.model = str(model)
         self.port, self.management_port = free_port(), free_port()
@@ -62,10 +75,16 @@ class Guarded:
         command = [KVGUARD, "serve", "--management-port", str(self.management_port), "--record-dir", str(self.records)]
         command += ["--policy", str(policy_file)] if policy else []
         command += [*options, "--", vllm, "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *SMALL, *flags]
-        self._out = (directory / "out").open("wb")
-        self._err = (directory / "err").open("wb")
-        env = engine_environment(KVGUARD_RUN_DIR=str(self.run_base), KVGUARD_TERMINATION_LOG=str(self.termination_log))
-        self.process = subprocess.Popen(command, stdout=self._out, stderr=self._err, env=env, start_new_session=True)
+        self._out = (out or directory / "out").open("wb")
+        self._err = (err or directory / "err").open("wb")
+        ours = {"KVGUARD_RUN_DIR": str(self.run_base), "KVGUARD_TERMINATION_LOG": str(self.termination_log)}
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._out,
+            stderr=self._err,
+            env=engine_environment(**{**ours, **(env or {})}),
+            start_new_session=True,
+        )
 
     # What it says
 
@@ -101,7 +120,9 @@ class Guarded:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def chat(self, question: str = "What is the capital of France?", **more: Any) -> httpx.Response:
+    def chat(
+        self, question: str = "What is the capital of France?", headers: dict[str, str] | None = None, **more: Any
+    ) -> httpx.Response:
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
@@ -109,7 +130,8 @@ class Guarded:
             "temperature": 0,
             **more,
         }
-        return httpx.post(f"{self.base_url}/v1/chat/completions", json=body, trust_env=False, timeout=120)
+        url = f"{self.base_url}/v1/chat/completions"
+        return httpx.post(url, json=body, headers=headers, trust_env=False, timeout=120)
 
     def gauge(self, name: str) -> float | None:
         """A gauge of the engine's own /metrics, through kvguard."""
@@ -141,14 +163,15 @@ class Guarded:
             return None
 
     def _wait(self, reached: Any, what: str) -> None:
-        deadline = time.monotonic() + START_LIMIT
+        deadline = time.monotonic() + self.start_limit
         while not reached():
             if self.process.poll() is not None:
                 raise AssertionError(f"kvguard exited with {self.process.returncode} before it was {what}:\n{self.err[-3000:]}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"kvguard was not {what} within {START_LIMIT} s:\n{self.err[-3000:]}")
+                raise AssertionError(f"kvguard was not {what} within {self.start_limit} s:\n{self.err[-3000:]}")
             self.engine_group()
-            time.sleep(0.2)
+            time.sleep(self.look_every)
+        self.engine_group()
 
     def wait_exit(self, limit: float = START_LIMIT) -> int:
         deadline = time.monotonic() + limit

@@ -10,6 +10,7 @@ import typer
 from kvguard import __version__
 from kvguard.cli import demo, policy, record
 from kvguard.cli.inspect import inspect
+from kvguard.cli.probe import probe, whatif
 from kvguard.cli.serve import serve
 from kvguard.cli.verify import verify
 from kvguard.vocabulary import KvguardError
@@ -25,6 +26,8 @@ app = typer.Typer(
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve)
 app.command()(inspect)
 app.command()(verify)
+app.command()(probe)
+app.command()(whatif)
 app.add_typer(record.app, name="record", help="Show and compare run records.")
 app.add_typer(policy.app, name="policy", help="Check policy files and print their schema.")
 app.add_typer(demo.app, name="demo", help="The CPU engine, the small model, and the main job on them.")

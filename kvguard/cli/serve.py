@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 import typer
@@ -24,17 +26,22 @@ from kvguard.guard.board import Board
 from kvguard.guard.gate import Gate
 from kvguard.guard.lifecycle import Guard
 from kvguard.guard.prepare import Prepared, plan_for, prepare, raise_file_limit, stdout_is_terminal
-from kvguard.guard.settings import Settings
+from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_OFF, Settings
 from kvguard.policy.models import OnViolation, Policy
 from kvguard.policy.parse import load_policy
 from kvguard.proxy.forward import Forwarder
-from kvguard.proxy.management import management_app, serve_management
+from kvguard.proxy.management import Probe, management_app, serve_management
 from kvguard.proxy.server import TLS, DataPlane, bind
 from kvguard.proxy.upstream import Limits, Upstream
 from kvguard.record.redact import redact_argv
 from kvguard.record.store import default_directory
+from kvguard.reference.models import Choice
+from kvguard.shadow.document import probe_document, report_document
+from kvguard.shadow.runner import Shadow, ShadowReport
+from kvguard.shadow.settings import parse_settings
 from kvguard.telemetry.logging import configure
 from kvguard.telemetry.metrics import GuardCollector, ProxyMetrics
+from kvguard.telemetry.shadow_metrics import ShadowCollector
 from kvguard.verdict.checks import describe, violates
 from kvguard.vocabulary import UsageError
 
@@ -58,6 +65,16 @@ def serve(
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds the engine may take to become healthy; default: no limit.", min=1)
     ] = None,
+    shadow: Annotated[
+        str,
+        typer.Option(
+            metavar="off|in-engine|URL|SOCKET",
+            help="Reference for quality probes of live traffic: a pass inside the engine, or a 16-bit engine behind kvguard.",
+        ),
+    ] = SHADOW_OFF,
+    shadow_set: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of the probes, e.g. rate=0.01; repeatable.")
+    ] = None,
     log_json: Annotated[bool, typer.Option(help="Write kvguard's own log as JSON lines.")] = False,
 ) -> None:
     """Start vLLM behind kvguard: explicit KV dtype, proven from the tensors, or refused.
@@ -78,13 +95,16 @@ def serve(
         start_timeout=start_timeout,
         record_directory=record_dir or default_directory(os.environ),
         termination_log=_termination_log(),
+        shadow=_reference(shadow),
+        shadow_settings=parse_settings(shadow_set or ()),
     )
     prepared = prepare(argv, loaded, os.environ)
     with RunDirectory(os.environ) as run_directory:
         plan = plan_for(prepared, run_directory, os.environ, colour=stdout_is_terminal())
         for name, content in plan.files.items():
             run_directory.write(name, content)
-        show_plan(prepared, plan, loaded)
+        with contextlib.suppress(OSError):  # nobody reads our output; the engine is started all the same
+            show_plan(prepared, plan, loaded)
         code = _run(prepared, plan, loaded, settings, run_directory, argv, started, management_host, management_port)
     sys.exit(code)
 
@@ -110,6 +130,31 @@ def show_plan(prepared: Prepared, plan: Plan, policy: Policy | None) -> None:
     sys.stderr.flush()
 
 
+def _reference(named: str) -> str:
+    if named in (SHADOW_OFF, SHADOW_IN_ENGINE) or named.startswith(("http://", "https://", "/", "unix:")):
+        return named
+    raise UsageError(f"--shadow {named!r}: required is off, in-engine, a URL, or the path of a Unix socket")
+
+
+async def _probe_once(shadow: Shadow | None, question: Probe) -> dict[str, Any] | None:
+    """Run a one-shot probe on the control loop; None while there is no reference that could score."""
+    if shadow is None or shadow.report.state in ("off", "checking", "refused"):
+        return None
+    choices = [
+        Choice(
+            label=f"{one.format} {one.rounding}, scales {one.scales}",
+            format=one.format,
+            rounding=one.rounding,
+            scales=one.scales,
+        )
+        for one in question.formats
+    ]
+    observations, problems = await shadow.probe_once(
+        question.prompts, choices, greedy=question.greedy, max_tokens=question.max_tokens
+    )
+    return probe_document(observations, problems)
+
+
 def _policy_words(policy: Policy | None) -> str:
     if policy is None:
         return "none: only integrity is checked"
@@ -133,72 +178,88 @@ def _run(
     board = Board(gate)
     registry = CollectorRegistry()
     registry.register(GuardCollector(lambda: board.status))
+    registry.register(ShadowCollector(lambda: board.shadow.report if board.shadow else ShadowReport()))
     observer = ProxyMetrics(registry)
     refused = violates(prepared.checks) and (policy is None or policy.on_violation is OnViolation.REFUSE)
-    listener = _listen(plan.listen)
-    management = bind(management_host or plan.listen.host, management_port)
-    forwarder = Forwarder(gate, Upstream(uds=str(run_directory.socket)), observer, Limits())
-    data_plane = DataPlane(forwarder, [listener], _tls(plan.listen))
-    guard = Guard(
-        prepared,
-        plan,
-        policy,
-        settings,
-        board,
-        data_plane,
-        run_directory,
-        argv=argv,
-        started=started,
-    )
     app = management_app(
         lambda: board.status,
         lambda: board.record,
         lambda: policy.model_dump(mode="json") if policy is not None else None,
         lambda: [claim.model_dump(mode="json") for claim in board.claims],
         registry,
+        shadow=lambda: report_document(board.shadow.report) if board.shadow else None,
+        probe=lambda question: _probe_once(board.shadow, question),
     )
 
-    async def live() -> int:
+    async def live(guard: Guard, data_plane: DataPlane, management: socket.socket) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, guard.request_stop)
         if refused:  # nothing will serve: the ports are never opened
             return await guard.run()
-        data_plane.start()
         closed = asyncio.Event()
         serving = asyncio.create_task(serve_management(app, management, closed))
         try:
+            data_plane.start()
             return await guard.run()
         finally:
+            await asyncio.to_thread(data_plane.close)  # here, where a further signal is still ours
             closed.set()
             with contextlib.suppress(Exception):
                 await serving
 
-    try:
-        return asyncio.run(live())
-    finally:
-        data_plane.close()
-        management.close()
-        if plan.listen.uds:
-            with contextlib.suppress(OSError):
-                Path(plan.listen.uds).unlink()
+    with (
+        _api_socket(plan.listen) as listener,
+        _management_socket(management_host or plan.listen.host, management_port) as management,
+    ):
+        forwarder = Forwarder(gate, Upstream(uds=str(run_directory.socket)), observer, Limits())
+        data_plane = DataPlane(forwarder, [listener], _tls(plan.listen))
+        guard = Guard(prepared, plan, policy, settings, board, data_plane, run_directory, argv=argv, started=started)
+        return asyncio.run(live(guard, data_plane, management))
 
 
-def _listen(listen: Listen) -> socket.socket:
-    """The public socket: where the wrapped command said that vLLM should listen."""
-    if listen.uds is None:
-        return bind(listen.host, listen.port)
-    path = Path(listen.uds)
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(path.stat().st_mode):
-            path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _management_socket(host: str, port: int) -> socket.socket:
+    """The management port, listening at once: two starts may bind one port, and only the first may listen."""
+    management = bind(host, port)
     try:
-        listener.bind(str(path))
+        management.listen()
     except OSError as error:
-        listener.close()
-        raise UsageError(f"cannot listen on the Unix socket {path}: {error.strerror or error}; check --uds") from error
-    return listener
+        management.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --management-port") from error
+    return management
+
+
+@contextlib.contextmanager
+def _api_socket(listen: Listen) -> Iterator[socket.socket]:
+    """The public socket: where the wrapped command said that vLLM should listen. A Unix socket's file goes with it."""
+    if listen.uds is None:
+        with bind(listen.host, listen.port) as listener:
+            yield listener
+        return
+    path = Path(listen.uds)
+    if _abandoned(path):
+        path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise UsageError(f"cannot listen on the Unix socket {path}: {error.strerror or error}; check --uds") from error
+        ours = path.stat()
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(ours, path.stat()):
+                    path.unlink()
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether a Unix socket's file is there, and nobody listens on it."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if stat.S_ISSOCK(path.stat().st_mode):
+            probe.settimeout(1.0)
+            return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+    return False
 
 
 def _tls(listen: Listen) -> TLS | None:

@@ -12,19 +12,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvguard.engine.client import EngineClient
-from kvguard.vocabulary import Check, CheckResult, Frozen
+from kvguard.vocabulary import Check, CheckResult, Frozen, Json
 
 _TEXT = (
     "A lighthouse keeper counts the ships that pass before dawn. On Monday there were seven, on Tuesday twelve, and "
     "on Wednesday the fog hid all but three. "
 )
 _QUESTION = "Name three colours of the rainbow and say which one is warmest."
+# No system turn: some chat templates (Gemma's) refuse one.
 _TURNS = (
-    {"role": "system", "content": "You are a careful assistant who answers in one short sentence."},
     {"role": "user", "content": "Which is larger, the Moon or the Earth?"},
     {"role": "assistant", "content": "The Earth is larger than the Moon."},
     {"role": "user", "content": "And which of the two has an atmosphere we can breathe?"},
 )
+CANARIES = "canaries"
+"""The name of the canaries' check."""
+
 _TOKENS = 12
 _CHARACTERS_PER_TOKEN = 3  # fewer than any usual tokenizer needs, so that a long prompt surely exceeds the window
 
@@ -68,8 +71,8 @@ async def _completion(client: EngineClient, model: str, name: str, prompt: str) 
     answer = await client.post("/v1/completions", body)
     if not answer.ok:
         return Canary(name=name, problem=answer.problem)
-    logprobs = (_first(answer.body).get("logprobs") or {}) if isinstance(answer.body, dict) else {}
-    return Canary(name=name, problem=examine(logprobs.get("tokens") or [], logprobs.get("token_logprobs") or []))
+    logprobs = _logprobs(answer.body)
+    return Canary(name=name, problem=examine(_items(logprobs, "tokens"), _items(logprobs, "token_logprobs")))
 
 
 async def _chat(client: EngineClient, model: str) -> Canary:
@@ -77,26 +80,34 @@ async def _chat(client: EngineClient, model: str) -> Canary:
     answer = await client.post("/v1/chat/completions", body)
     if not answer.ok:
         return Canary(name="chat", problem=answer.problem)
-    logprobs = (_first(answer.body).get("logprobs") or {}) if isinstance(answer.body, dict) else {}
-    content = logprobs.get("content") or []
+    content = [item for item in _items(_logprobs(answer.body), "content") if isinstance(item, dict)]
     return Canary(
         name="chat", problem=examine([item.get("token") for item in content], [item.get("logprob") for item in content])
     )
 
 
-def _first(body: dict[str, Any]) -> dict[str, Any]:
-    choices = body.get("choices") or [{}]
-    return choices[0] if isinstance(choices[0], dict) else {}
+def _logprobs(body: Json) -> dict[str, Any]:
+    """The first choice's log probabilities; empty for an answer of another shape."""
+    choices = _items(body, "choices")
+    logprobs = choices[0].get("logprobs") if choices and isinstance(choices[0], dict) else None
+    return logprobs if isinstance(logprobs, dict) else {}
+
+
+def _items(value: Json, key: str) -> list[Any]:
+    items = value.get(key) if isinstance(value, dict) else None
+    return items if isinstance(items, list) else []
 
 
 def examine(tokens: Sequence[Any], logprobs: Sequence[Any]) -> str:
     """What is wrong with an answer, "" if nothing: no token, one repeated token, invalid log probabilities."""
     if not tokens:
         return "no token came out"
-    bad = [value for value in logprobs if not isinstance(value, int | float) or not math.isfinite(value) or value > 0]
+    if len(logprobs) != len(tokens):
+        return f"{len(tokens)} tokens came with {len(logprobs)} log probabilities"
+    bad = [value for value in logprobs if not isinstance(value, int | float) or not -math.inf < value <= 0]
     if bad:
         return f"invalid log probability {bad[0]!r}"
-    if len(tokens) >= _TOKENS and len(set(tokens)) == 1:
+    if len(tokens) >= _TOKENS and all(token == tokens[0] for token in tokens):
         return f"one token repeated {len(tokens)} times ({tokens[0]})"
     return ""
 
@@ -112,7 +123,7 @@ def canary_check(canaries: Sequence[Canary], *, dummy_weights: bool) -> Check:
     found = "; ".join(f"{canary.name}: {canary.problem}" for canary in failed)
     passed = ", ".join(f"{canary.name} ({canary.skipped or 'ok'})" for canary in canaries)
     return Check(
-        name="canaries",
+        name=CANARIES,
         result=result,
         required="tokens that vary, with finite log probabilities",
         found=found or passed,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,8 @@ from kvguard.evidence.metrics import MAX_PAGE
 from kvguard.evidence.replies import MAX_REPLY, NonceMismatch, TensorReading, parse_replies
 from kvguard.vocabulary import Json, UsageError
 
-EVIDENCE_PATH = "/_kvguard/inside/evidence"
+INSIDE_PATH = "/_kvguard/inside/"
+EVIDENCE_PATH = INSIDE_PATH + "evidence"
 
 EVIDENCE_DEADLINE = 60.0
 """Seconds to wait for the workers: the call waits for the step in progress, which a long prefill makes long."""
@@ -31,6 +33,7 @@ class Answer:
     status: int | None = None
     body: Json = None
     error: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -120,38 +123,55 @@ class EngineClient:
         return _as_json(await self._request("POST", path, deadline=deadline, content=json.dumps(body).encode()))
 
     async def evidence(self, secret: str, nonce: str, deadline: float = EVIDENCE_DEADLINE) -> EvidenceAnswer:
-        """Ask the reader inside every worker.
-
-        One question at a time: while an earlier one is unanswered, this one is not sent. An answer that comes after
-        the deadline is discarded. An answer to another question closes the channel for this client's life, because
-        the engine's replies have lost step.
-        """
-        if self._closed:
-            return EvidenceAnswer(problem=self._closed)
-        if self._pending is not None and not self._pending.done():
-            return EvidenceAnswer(problem="an earlier question to the workers is still unanswered")
-        headers = {"x-kvguard-secret": secret, "x-kvguard-nonce": nonce}
-        # Waited for without cancelling it: a collective_rpc that is given up leaves replies behind.
-        self._pending = asyncio.create_task(
-            self._request("GET", EVIDENCE_PATH, deadline=None, headers=headers, limit=MAX_REPLY)
-        )
-        done, _ = await asyncio.wait({self._pending}, timeout=deadline)
-        if not done:
-            return EvidenceAnswer(problem=f"the workers did not answer within {deadline:g} s")
-        return self._read_evidence(self._pending.result(), nonce)
-
-    def _read_evidence(self, answer: Answer, nonce: str) -> EvidenceAnswer:
-        if answer.status == 404:
-            return EvidenceAnswer(problem="the engine has no reader of kvguard's, or another start's secret")
+        """Ask the reader inside every worker what its KV cache is."""
+        answer = await self.ask("evidence", secret, nonce, deadline=deadline)
         if not answer.ok:
-            return EvidenceAnswer(problem=f"the workers could not be read: {_as_json(answer).problem}")
+            return EvidenceAnswer(problem=answer.problem)
         try:
             return EvidenceAnswer(reading=parse_replies(answer.body, nonce))
         except NonceMismatch as error:
-            self._closed = f"{error}; the channel to the workers stays closed until the engine is restarted"
-            return EvidenceAnswer(problem=self._closed)
+            return EvidenceAnswer(problem=self.close_channel(str(error)))
         except UsageError as error:
             return EvidenceAnswer(problem=str(error))
+
+    async def ask(
+        self, topic: str, secret: str, nonce: str, question: dict[str, Any] | None = None, *, deadline: float
+    ) -> Answer:
+        """Put a question to every worker through the reader inside; the reply document is in `body`, as bytes.
+
+        One question at a time: while an earlier one is unanswered, this one is not sent. An answer that comes after
+        the deadline is discarded. Whoever reads an answer to another question calls `close_channel`, because the
+        engine's replies have lost step.
+        """
+        if self._closed:
+            return Answer(error=self._closed)
+        if self._pending is not None and not self._pending.done():
+            return Answer(error="an earlier question to the workers is still unanswered")
+        # Waited for without cancelling it: a collective_rpc that is given up leaves replies behind.
+        self._pending = asyncio.create_task(
+            self._request(
+                "GET" if question is None else "POST",
+                INSIDE_PATH + topic,
+                deadline=None,
+                headers={"x-kvguard-secret": secret, "x-kvguard-nonce": nonce},
+                content=None if question is None else json.dumps(question).encode(),
+                limit=MAX_REPLY,
+            )
+        )
+        done, _ = await asyncio.wait({self._pending}, timeout=deadline)
+        if not done:
+            return Answer(error=f"the workers did not answer within {deadline:g} s")
+        answer = self._pending.result()
+        if answer.status == 404:
+            return Answer(status=404, error="the engine has no reader of kvguard's, or another start's secret")
+        if not answer.ok:
+            return Answer(status=answer.status, error=f"the workers could not be read: {_as_json(answer).problem}")
+        return answer
+
+    def close_channel(self, reason: str) -> str:
+        """Ask the workers nothing more in this client's life; returns the reason as later questions will see it."""
+        self._closed = f"{reason}; the channel to the workers stays closed until the engine is restarted"
+        return self._closed
 
     async def _request(
         self,
@@ -166,12 +186,14 @@ class EngineClient:
         sent = {"content-type": "application/json"} if content is not None else {}
         body = bytearray()
         status: int | None = None
+        found: dict[str, str] = {}
         try:
             async with (
                 asyncio.timeout(deadline),
                 self._http.stream(method, path, content=content, headers={**sent, **(headers or {})}) as response,
             ):
                 status = response.status_code
+                found = {name.lower(): value for name, value in response.headers.items()}
                 async for piece in response.aiter_bytes():
                     body += piece
                     if len(body) > limit:
@@ -180,7 +202,7 @@ class EngineClient:
             return Answer(status=status, error=f"{path}: no answer within {deadline:g} s")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Answer(status=status, error=f"{path}: {type(error).__name__}: {str(error) or 'connection lost'}")
-        return Answer(status=status, body=bytes(body))
+        return Answer(status=status, body=bytes(body), headers=found)
 
 
 def socket_path(target: str) -> str | None:
@@ -206,7 +228,7 @@ def _as_json(answer: Answer) -> Answer:
         if answer.status == 200:
             return Answer(status=answer.status, error=f"HTTP 200 with a body that is not JSON: {_message(answer.body)}")
         return answer
-    return Answer(status=answer.status, body=body)
+    return Answer(status=answer.status, body=body, headers=answer.headers)
 
 
 def _message(body: Json) -> str:

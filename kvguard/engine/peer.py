@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from kvguard.engine.command import Command, parse_command, split_words
+from kvguard.engine.command import Command, as_int, parse_command, split_words
 from kvguard.files import read_regular_file
 from kvguard.vocabulary import Frozen, UsageError
 
@@ -58,9 +58,10 @@ def ranks_of(command: Command) -> int | None:
     product = 1
     for flag in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         value = command.value(flag)
-        if value is not None and not value.isdigit():
+        count = as_int(value) if value is not None else 1
+        if count is None:
             return None
-        product *= int(value) if value else 1
+        product *= count
     return product or None
 
 

@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field
 
 from kvguard.checkpoint.models import Declared
-from kvguard.engine.command import Command, FlagUse
+from kvguard.engine.command import Command, FlagUse, as_int
 from kvguard.engine.resolve import Resolution
 from kvguard.facts.launch_modes import LaunchMode, launch_modes
 from kvguard.vocabulary import Frozen, UsageError
@@ -77,8 +77,8 @@ def _applies(when: Mapping[str, Any], command: Command, env: Mapping[str, str]) 
         return env.get(when["env"], "").lower() in ("1", "true", "yes", "on")
     flag = when["flag"]
     if "above" in when:
-        value = command.value(flag) or ""
-        return value.isdigit() and int(value) > int(when["above"])
+        value = as_int(command.value(flag))
+        return value is not None and value > int(when["above"])
     if "equals" in when:
         return command.value(flag) in when["equals"]
     # Dotted JSON flags (--kv-transfer-config.kv_connector X) set the same option.
@@ -88,15 +88,16 @@ def _applies(when: Mapping[str, Any], command: Command, env: Mapping[str, str]) 
 
 def listen_of(command: Command) -> Listen:
     """Where the command said to listen; vLLM's defaults are all interfaces and port 8000."""
-    port_text = command.value("--port") or "8000"
-    if not port_text.isdigit() or not 0 < int(port_text) < 65536:
+    port_text = command.value("--port")
+    port = 8000 if port_text is None else as_int(port_text)
+    if port is None or not 0 < port < 65536:
         raise UsageError(f"--port {port_text!r}: a port is a number from 1 to 65535")
     reqs = command.value("--ssl-cert-reqs") or "0"
     if reqs not in ("0", "1", "2"):
         raise UsageError(f"--ssl-cert-reqs {reqs!r}: 0 (none), 1 (optional) or 2 (required)")
     return Listen(
         host=command.value("--host") or "0.0.0.0",  # noqa: S104 (vLLM's own default, which the command chose)
-        port=int(port_text),
+        port=port,
         uds=command.value("--uds"),
         ssl_keyfile=command.value("--ssl-keyfile"),
         ssl_certfile=command.value("--ssl-certfile"),
@@ -214,7 +215,8 @@ class _Edits:
         self.changes.append(Change(what=what, why=why))
 
     def _gone(self, use: FlagUse) -> bool:
-        return use.name in self._dropped or (use.name.startswith("--no-") and "--" + use.name[5:] in self._dropped)
+        name = use.name.partition(".")[0]  # --hf-overrides.a.b sets --hf-overrides
+        return name in self._dropped or (name.startswith("--no-") and "--" + name[5:] in self._dropped)
 
     def result(self, executable: Sequence[str], run_directory: Path) -> tuple[tuple[str, ...], dict[str, str]]:
         command = self._command
@@ -225,16 +227,13 @@ class _Edits:
             if use.count and self._gone(use):
                 for index in range(use.start, use.start + use.count):
                     keep[index] = False
-        if any(not use.count and self._gone(use) for use in command.uses):
-            data = {
-                key: value
-                for key, value in (command.config_data or {}).items()
-                if not self._dropped & {"--" + key.replace("_", "-")}
-            }
+        gone = {use.key for use in command.uses if not use.count and self._gone(use)}
+        if gone:
+            data = {key: value for key, value in (command.config_data or {}).items() if key not in gone}
             files["config.yaml"] = yaml.safe_dump(data, sort_keys=False)
             for use in command.uses:
                 if use.name == "--config" and use.count == 2:
                     arguments[use.start + 1] = str(run_directory / "config.yaml")
-            self.note(f"{command.config_path} copied without the keys above", "kvguard states or owns them")
+            self.note(f"{command.config_path} copied without {', '.join(sorted(gone))}", "kvguard states or owns them")
         kept = [token for token, wanted in zip(arguments, keep, strict=True) if wanted]
         return (*executable, *kept, *self._added), files

@@ -19,6 +19,7 @@ from kvguard.vocabulary import EngineFailed
 
 _PR_SET_CHILD_SUBREAPER = 36
 _STARTED: set[int] = set()  # children that we started ourselves and wait for
+_ADOPTS = threading.Event()  # set once every other child of ours is an orphan of the engine
 
 # Runs for 20 ms before it becomes the engine: ask the kernel to send the engine SIGTERM when kvguard dies
 # (vLLM then ends its own workers), and stop if kvguard has died already.
@@ -33,6 +34,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 def become_subreaper() -> None:
     """Orphans of the engine become our children, so that they can be found and reaped."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _ADOPTS.set()
 
 
 def ending(code: int) -> str:
@@ -82,6 +84,7 @@ class EngineProcess:
             if pipe is not None
         ]
         self._ended = threading.Event()
+        self._cleared = False
         threading.Thread(target=self._wait, name="engine-wait", daemon=True).start()
 
     def _wait(self) -> None:
@@ -110,7 +113,12 @@ class EngineProcess:
         return await self.wait()
 
     async def clear(self) -> None:
-        """Kill and reap every process of the engine that still exists, and finish relaying its log."""
+        """Kill and reap every process of the engine that still exists, and finish relaying its log.
+
+        Once done it is not done again: the engine's process id may be another program's by then.
+        """
+        if self._cleared:
+            return
         for _ in range(200):
             if not self._ended.is_set():
                 self._signal_group(signal.SIGKILL)
@@ -120,6 +128,7 @@ class EngineProcess:
                     os.kill(pid, signal.SIGKILL)
             reap_adopted()
             if not left and self._ended.is_set():
+                self._cleared = True
                 break
             await asyncio.sleep(0.02)
         for relay in self._relays:
@@ -134,8 +143,7 @@ class EngineProcess:
 
         An orphan cannot be told by its environment: vLLM's process titles overwrite it (setproctitle).
         """
-        adopted = [pid for pid in children_of(os.getpid()) if pid not in _STARTED]
-        descendants = [child for pid in adopted for child in _tree(pid)]
+        descendants = [child for pid in _adopted() for child in _tree(pid)]
         return sorted(set(process_group_members(self.pid)) | {pid for pid in descendants if _lives(pid)})
 
 
@@ -149,6 +157,11 @@ def children_of(pid: int) -> list[int]:
                 if int(fields[1]) == pid:
                     found.append(int(entry.name))
     return found
+
+
+def _adopted() -> list[int]:
+    """Orphans that became our children; none while we are no subreaper, whose children are all its own."""
+    return [pid for pid in children_of(os.getpid()) if pid not in _STARTED] if _ADOPTS.is_set() else []
 
 
 def _tree(pid: int) -> list[int]:
@@ -165,7 +178,7 @@ def _lives(pid: int) -> bool:
 
 def reap_adopted() -> None:
     """Collect zombies among our children that no one else waits for."""
-    for pid in children_of(os.getpid()):
-        if pid not in _STARTED and not _lives(pid):
+    for pid in _adopted():
+        if not _lives(pid):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

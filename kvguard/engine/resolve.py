@@ -6,7 +6,6 @@ else the checkpoint's scheme is stripped, else the start is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -176,18 +175,11 @@ def _required(policy: Policy | None, model_dtype: str | None) -> list[str]:
 
 def _overrides_without_scheme(command: Command, quantization_config: Mapping[str, Any]) -> dict[str, Any]:
     """--hf-overrides that replace the checkpoint's quantization_config by itself without the KV scheme."""
-    overrides: dict[str, Any] = {}
-    typed = command.value("--hf-overrides")
-    if typed:
-        try:
-            parsed = json.loads(typed)
-        except ValueError as error:
-            raise UsageError(f"--hf-overrides: not JSON: {error}") from error
-        if not isinstance(parsed, Mapping):
-            raise UsageError("--hf-overrides: a JSON object is required")
-        overrides.update(parsed)
-    quantization = {key: value for key, value in quantization_config.items() if key != "kv_cache_scheme"}
-    return {**overrides, "quantization_config": quantization}
+    overrides = command.json_object("--hf-overrides") or {}
+    typed = overrides.get("quantization_config")
+    quantization = typed if isinstance(typed, Mapping) else quantization_config
+    kept = {key: value for key, value in quantization.items() if key != "kv_cache_scheme"}
+    return {**overrides, "quantization_config": kept}
 
 
 def runs_quantized(resolution: Resolution) -> bool:

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import signal
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kvguard.vocabulary import UsageError
 
 MAX_PATH_BYTES = 70
 _ENGINE_FILE = "engine.pid"
+_CURE = "set KVGUARD_RUN_DIR to a short writable path"
 
 
 def base_directory(env: Mapping[str, str]) -> Path:
@@ -41,19 +42,24 @@ class RunDirectory:
     """The directory of one start. Use as a context manager; leaving removes it."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
+        """Sweep what earlier starts left, then make this start's directory. Raises UsageError where that is not possible."""
         base = base_directory(env)
-        _private(base)
-        sweep(base)
         self.path = base / secrets.token_hex(4)
-        self.path.mkdir(mode=0o700)
-        self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.socket = self.path / "engine.sock"
         self.secret = secrets.token_urlsafe(32)
-        self.write("secret", self.secret)
-        inside = resources.files("kvguard.engine.inside") / "kvguard_inside.py"
-        (self.path / "inside").mkdir(mode=0o700)
-        self.write("inside/kvguard_inside.py", inside.read_text("utf-8"))
+        try:
+            with _turn(base):
+                sweep(base)
+                self.path.mkdir(mode=0o700)
+                self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.write("secret", self.secret)
+            inside = resources.files("kvguard.engine.inside") / "kvguard_inside.py"
+            (self.path / "inside").mkdir(mode=0o700)
+            self.write("inside/kvguard_inside.py", inside.read_text("utf-8"))
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise UsageError(f"run directory {self.path}: {error.strerror}; {_CURE}") from error
 
     def write(self, name: str, content: str) -> None:
         """Create a file that only this user can read."""
@@ -71,8 +77,34 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-        with contextlib.suppress(OSError):
-            self.path.parent.rmdir()
+        base = self.path.parent
+        with contextlib.suppress(OSError, UsageError), _turn(base):
+            base.rmdir()  # the last one out
+
+
+@contextlib.contextmanager
+def _turn(base: Path) -> Iterator[None]:
+    """Hold `base`, made where it is missing, so that starts sweep, create and remove one after the other."""
+    while True:
+        _private(base)
+        try:
+            held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # removed meanwhile by the last one out
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if _is(held, base):  # not removed, or made anew, while we waited
+                yield
+                return
+        finally:
+            os.close(held)
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _private(base: Path) -> None:
@@ -81,7 +113,7 @@ def _private(base: Path) -> None:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = base.lstat()
     except OSError as error:
-        raise UsageError(f"run directory {base}: {error.strerror}; set KVGUARD_RUN_DIR to a short writable path") from error
+        raise UsageError(f"run directory {base}: {error.strerror}; {_CURE}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(
             f"run directory {base}: required is a directory owned by uid {os.getuid()} with mode 0700, found "
@@ -90,7 +122,7 @@ def _private(base: Path) -> None:
 
 
 def sweep(base: Path) -> list[str]:
-    """Remove directories whose owner is gone, ending engines they left; returns what was swept."""
+    """Remove directories whose owner is gone, ending engines they left; returns what was swept. Others' are left alone."""
     swept = []
     for path in base.iterdir():
         try:
@@ -112,21 +144,21 @@ def sweep(base: Path) -> list[str]:
 
 def _end_leftover(path: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
-        pid_text, started = (path / _ENGINE_FILE).read_text("ascii").split()
-        members = process_group_members(int(pid_text))
-        # The group's leader may be gone while its workers live on: then any member younger than the note is ours.
-        if _start_time(int(pid_text)) == started or (members and not Path(f"/proc/{pid_text}").exists()):
-            for pid in members:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+        leader, started = (int(word) for word in (path / _ENGINE_FILE).read_text("ascii").split())
+        # The group's leader may be gone while its workers live on: then members that began after it are ours.
+        if _start_time(leader) in (started, 0):
+            for pid in process_group_members(leader):
+                if _start_time(pid) >= started:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
 
 
-def _start_time(pid: int) -> str:
-    """Field 22 of /proc/PID/stat: start time in clock ticks since boot; "0" when the process is gone."""
+def _start_time(pid: int) -> int:
+    """Field 22 of /proc/PID/stat: start time in clock ticks since boot; 0 when the process is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19]
+        return int(Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19])
     except (OSError, IndexError):
-        return "0"
+        return 0
 
 
 def process_group_members(group: int) -> list[int]:

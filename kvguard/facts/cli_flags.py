@@ -63,15 +63,17 @@ def table_for(version: str) -> FlagTable:
     data = read_data("cli_flags")
     tables = data["versions"]
     known = version if version in tables else max(tables, key=lambda name: [int(part) for part in name.split(".")])
+    gone = data["removed"].items() if examined(version) else ()
     removed = {
         flag: f"removed in {fact['removed_in']}; instead, {fact['instead']}"
-        for flag, fact in data["removed"].items()
-        if examined(version) and not in_range(version, fact["present"])
+        for flag, fact in gone
+        if not in_range(version, fact["present"])
     }
+    still = {flag: fact["nargs"] for flag, fact in gone if flag not in removed}
     return FlagTable(
         version=known,
         exact=known == version,
         removed=removed,
-        nargs=tables[known]["nargs"],
+        nargs={**tables[known]["nargs"], **still},
         short=tables[known]["short"],
     )

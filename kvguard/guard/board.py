@@ -6,6 +6,7 @@ from typing import Any
 
 from kvguard.guard.gate import SERVING_STATES, UNKNOWN_HEADERS, Gate, Snapshot, Status, headers_for
 from kvguard.guard.state import Event, State, transition
+from kvguard.shadow.runner import Shadow
 from kvguard.vocabulary import Claim
 
 _RETRY_AFTER = {State.STARTING: 10, State.VERIFYING: 5}
@@ -19,6 +20,7 @@ class Board:
         self.status = Status()
         self.record: dict[str, Any] | None = None
         self.claims: tuple[Claim, ...] = ()
+        self.shadow: Shadow | None = None
         self._gate = gate
 
     def update(self, **changes: Any) -> None:

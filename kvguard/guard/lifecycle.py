@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
-from kvguard.engine.canary import canary_check, send_canaries
-from kvguard.engine.client import Answer, EngineClient
+from kvguard.engine.canary import CANARIES, canary_check, send_canaries
+from kvguard.engine.client import EngineClient, model_cards
 from kvguard.engine.plan import Plan
-from kvguard.engine.process import EngineProcess, ending
+from kvguard.engine.process import EngineProcess, ending, reap_adopted
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.log import LogReader
+from kvguard.evidence.replies import Limits
 from kvguard.guard.board import Board
 from kvguard.guard.prepare import Prepared
 from kvguard.guard.run_record import record_input
 from kvguard.guard.settings import Settings
+from kvguard.guard.shadowing import probe_traffic
 from kvguard.guard.state import Event
+from kvguard.guard.surface import Surface
 from kvguard.guard.verify import Evidence, verify_engine
 from kvguard.policy.models import OnViolation, Policy
 from kvguard.record.build import build_record
@@ -29,19 +33,10 @@ from kvguard.record.digest import content_digest
 from kvguard.record.statement import Change, Verdict
 from kvguard.record.store import write_record
 from kvguard.verdict.checks import describe, judge, prediction_check, violates, violations
-from kvguard.vocabulary import Check, Claim, Effective, ExitCode, UsageError
+from kvguard.vocabulary import Check, CheckResult, Claim, Effective, ExitCode, UsageError
 
 log = structlog.get_logger("kvguard")
-
-
-class Surface(Protocol):
-    """What the guard needs of the data plane; its calls return at once or are made on a worker thread."""
-
-    def stop_accepting(self) -> None:
-        """Close the listening sockets; requests in flight go on."""
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is in flight; False when the time ran out."""
+_LAST_BREATH = 1.0  # seconds between an engine's first unanswered request and its end
 
 
 class Guard:
@@ -74,11 +69,12 @@ class Guard:
         self._stop = asyncio.Event()
         self._times: dict[str, float] = {"before_start_s": time.monotonic() - started}
         self._on_violation = policy.on_violation if policy is not None else OnViolation.REFUSE
-        self._limit: int | None = None
+        self._limits = Limits()
         self._clock = time.monotonic
+        self._reserve = min(settings.engine_reserve, settings.grace / 2)
 
     def request_stop(self) -> None:
-        """Begin to drain; a second call ends the waiting."""
+        """Begin to stop; a second call ends the waiting for requests."""
         self._stops += 1
         self._stop.set()
 
@@ -92,95 +88,115 @@ class Guard:
         )
         if violates(self._prepared.checks):
             if self._on_violation is not OnViolation.WARN:
-                return await self._refuse(self._prepared.checks, None, None)
+                return await self._refuse(self._prepared.checks, None)
             self._warn(self._prepared.checks)
         assert self._plan is not None  # noqa: S101 (only a refused start has no plan)
         secrets = (*self._plan.api_keys, self._run.secret)
         engine = EngineProcess(self._plan.argv, self._plan.env, on_bytes=self._log.feed, secrets=secrets)
-        self._run.remember_engine(engine.pid)
-        log.info("engine started", pid=engine.pid, version=self._prepared.engine.full_version)
         key = self._plan.api_keys[0] if self._plan.api_keys else None
         try:
+            self._run.remember_engine(engine.pid)
+            log.info("engine started", pid=engine.pid, version=self._prepared.engine.full_version)
             async with EngineClient(str(self._run.socket), key) as client:
                 return await self._guard(engine, client)
         finally:
-            await engine.stop(self._settings.engine_reserve if self._stops < 2 else 0.1)
+            await engine.stop(self._reserve if self._stops < 2 else 0.1)
 
     async def _guard(self, engine: EngineProcess, client: EngineClient) -> int:
-        begun = self._clock()
-        came = await self._until_healthy(engine, client, begun)
-        if came is not None:
-            return came
-        self._times["engine_start_s"] = self._clock() - begun
-        self._board.move(Event.ENGINE_HEALTHY, "the engine answers; its KV cache is being verified")
-        verifying = asyncio.create_task(self._verify(client))
+        """From the started engine to the end: prove it unless it ends or we are stopped before, then serve it."""
+        proving = asyncio.create_task(self._prove(client))
         stopping = asyncio.create_task(self._stop.wait())
         ended = asyncio.create_task(engine.wait())
-        await asyncio.wait({verifying, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not verifying.done():
-            verifying.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await verifying
-            stopping.cancel()
+        try:
+            await asyncio.wait({proving, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set():
-                ended.cancel()
                 return self._stopped_early()
-            return self._failed_to_start(await ended)
-        stopping.cancel()
-        ended.cancel()
-        evidence, checks = verifying.result()
-        if violates(checks) and self._on_violation is not OnViolation.WARN:
-            await engine.stop(self._settings.engine_reserve)
-            return await self._refuse(checks, evidence, None)
-        self._warn(violations(checks))
+            if not proving.done():
+                return await self._failed_to_start(engine)
+            proven = proving.result()
+            if proven is None:
+                return self._fail(f"not healthy within {self._settings.start_timeout:g} s of its start; see its log above")
+            evidence, checks = proven
+            # An engine that dies of its first requests leaves them unanswered first: its end is the better reason.
+            if violates(checks) and not (await client.health()).ok:
+                await asyncio.wait({ended}, timeout=_LAST_BREATH)
+                if ended.done():
+                    return await self._failed_to_start(engine)
+        finally:
+            for task in (proving, stopping, ended):
+                task.cancel()
+            await asyncio.gather(proving, stopping, ended, return_exceptions=True)
+        return await self._decide(engine, client, evidence, checks)
+
+    async def _decide(self, engine: EngineProcess, client: EngineClient, evidence: Evidence, checks: tuple[Check, ...]) -> int:
+        """Refuse, fail the start, or serve. A policy violation explains failed canaries, and no policy excuses them."""
+        blocking = violations(checks)
+        garbage = next((check for check in blocking if check.name == CANARIES), None)
+        warns = self._on_violation is OnViolation.WARN
+        contradicted = any(check.result is CheckResult.FAIL and check is not garbage for check in blocking)
+        if blocking and not warns and (contradicted or garbage is None):
+            await engine.stop(self._reserve)
+            return await self._refuse(checks, evidence)
+        if garbage is not None:
+            await engine.stop(self._reserve)
+            self._show(evidence, checks)
+            self._record(evidence, checks, "refuse", describe(garbage))
+            return self._fail(describe(garbage))
+        self._warn(blocking)
         self._open(evidence, checks)
         return await self._serve(engine, client)
 
-    async def _until_healthy(self, engine: EngineProcess, client: EngineClient, begun: float) -> int | None:
-        """Wait for /health. Returns an exit code when the engine never gets there."""
-        limit = self._settings.start_timeout
-        while True:
-            if self._stop.is_set():
-                return self._stopped_early()
-            if engine.exit_code is not None:
-                await engine.clear()
-                return self._failed_to_start(engine.exit_code)
-            if self._run.socket.exists() and (await client.health()).ok:
-                return None
-            if limit is not None and self._clock() - begun > limit:
-                self._fail(f"the engine was not healthy within {limit:.0f} s of its start; see its log above")
-                return ExitCode.ENGINE_FAILED_TO_START
-            await asyncio.sleep(0.1)
+    async def _prove(self, client: EngineClient) -> tuple[Evidence, tuple[Check, ...]] | None:
+        """Wait for /health, then verify; None when the engine is not healthy in time."""
+        begun = self._clock()
+        try:
+            async with asyncio.timeout(self._settings.start_timeout):
+                while not (self._run.socket.exists() and (await client.health()).ok):
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            return None
+        self._times["engine_start_s"] = self._clock() - begun
+        self._board.move(Event.ENGINE_HEALTHY, "the engine answers; its KV cache is being verified")
+        return await self._verify(client)
 
     def _stopped_early(self) -> int:
         self._board.move(Event.STOP_REQUESTED, "stopped while starting")
         log.info("stopped while the engine was starting")
         return ExitCode.CLEAN
 
-    def _failed_to_start(self, code: int) -> int:
-        errors = self._log.last_errors()
-        said = f"; it said: {errors[-1]}" if errors else "; its log above says why"
-        self._fail(f"the engine ended before it was ready, with {ending(code)}{said}")
-        return ExitCode.ENGINE_FAILED_TO_START
+    async def _failed_to_start(self, engine: EngineProcess) -> int:
+        code = await engine.wait()
+        await engine.clear()  # which also reads the rest of its log
+        said = self._last_error()
+        return self._fail(
+            f"ended before it was ready, with {ending(code)}; " + (f"it said: {said}" if said else "see its log above")
+        )
 
-    def _fail(self, reason: str) -> None:
-        self._board.move(Event.ENGINE_ENDED, reason)
+    def _fail(self, reason: str) -> int:
+        self._board.move(Event.ENGINE_ENDED, f"the engine failed to start: {reason}")
         log.error("engine failed to start", reason=reason)
         self._last_words(f"engine failed to start: {reason}")
+        return ExitCode.ENGINE_FAILED_TO_START
+
+    def _last_error(self) -> str:
+        """The last error in the engine's log, whose last line may have no end; "" when there is none."""
+        for stream in ("stdout", "stderr"):
+            self._log.close(stream)
+        return next(reversed(self._log.last_errors()), "")
 
     async def _verify(self, client: EngineClient) -> tuple[Evidence, tuple[Check, ...]]:
         """Canaries first, then evidence, so that a one-shot calibration has seen tokens before it is read."""
         prepared, policy = self._prepared, self._policy
         declared = prepared.declared
         begun = self._clock()
-        served = _served_name(await client.models()) or prepared.command.model
-        length = prepared.command.value("--max-model-len")
+        card = next(iter(model_cards(await client.models())), {})
+        length = card.get("max_model_len")
         canaries = await send_canaries(
             client,
-            served,
+            card.get("id", prepared.command.model),
             chat=declared.has_chat_template,
             window=declared.geometry.sliding_window,
-            max_model_len=int(length) if length and length.isdigit() else declared.max_position_embeddings,
+            max_model_len=length if isinstance(length, int) else declared.max_position_embeddings,
         )
         dummy = prepared.command.value("--load-format") == "dummy"
         self._times["canaries_s"] = self._clock() - begun
@@ -211,7 +227,7 @@ class Guard:
         )
         self._times["evidence_s"] = self._clock() - begun
         if evidence.tensors and evidence.tensors.replies:
-            self._limit = evidence.tensors.replies[0].limits.max_num_seqs
+            self._limits = evidence.tensors.replies[0].limits
         return evidence, checks
 
     def _open(self, evidence: Evidence, checks: tuple[Check, ...]) -> None:
@@ -219,7 +235,7 @@ class Guard:
         verdict: Verdict = "warn" if violates((*self._prepared.checks, *checks)) else "serve"
         self._record(evidence, checks, verdict, None)
         effective = evidence.effective
-        self._board.update(effective=effective, checks=checks, last_verified=time.time())
+        self._show(evidence, checks)
         self._board.move(Event.VERDICT_ALLOWS, "serving")
         log.info(
             "serving",
@@ -229,6 +245,9 @@ class Guard:
             kv_tokens=effective.kv_tokens,
             record=self._board.status.record_path,
         )
+
+    def _show(self, evidence: Evidence, checks: tuple[Check, ...]) -> None:
+        self._board.update(effective=evidence.effective, checks=checks, last_verified=time.time())
 
     def _record(self, evidence: Evidence | None, checks: tuple[Check, ...], verdict: Verdict, refusal: str | None) -> None:
         """Write the run record. Failing to write it is reported and closes nothing that is already open."""
@@ -281,14 +300,13 @@ class Guard:
         for check in violations(checks):
             log.warning("policy violated, serving all the same (on_violation: warn)", check=describe(check))
 
-    async def _refuse(self, checks: tuple[Check, ...], evidence: Evidence | None, reason: str | None) -> int:
+    async def _refuse(self, checks: tuple[Check, ...], evidence: Evidence | None) -> int:
         """Say why, record it, and end (refuse) or stay up unready (hold)."""
         lines = [describe(check) for check in violations(checks)]
-        summary = reason or "; ".join(lines)
+        summary = "; ".join(lines)
         self._record(evidence, checks, "hold" if self._on_violation is OnViolation.HOLD else "refuse", summary)
         if evidence is not None:
-            self._board.update(effective=evidence.effective, last_verified=time.time())
-        self._board.update(checks=checks)
+            self._show(evidence, checks)
         self._board.move(Event.VERDICT_REFUSES, f"refused by policy: {summary}")
         for line in lines:
             log.error("refused", check=line)
@@ -308,29 +326,44 @@ class Guard:
             file.write(line[:2000] + "\n")
 
     async def _serve(self, engine: EngineProcess, client: EngineClient) -> int:
+        shadowing = asyncio.create_task(self._probes(client))
         watching = asyncio.create_task(self._watch(client))
         stopping = asyncio.create_task(self._stop.wait())
         ended = asyncio.create_task(engine.wait())
         try:
             await asyncio.wait({watching, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done() or watching.done():
-                return await self._died(engine, watching)
+                return await self._died(engine, watching.result() if watching.done() else "")
+            shadowing.cancel()
             draining = asyncio.create_task(self._drain())
             await asyncio.wait({draining, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not draining.done():
                 draining.cancel()
-                return await self._died(engine, watching)
+                return await self._died(engine, "")
             return ExitCode.CLEAN
         finally:
-            for task in (watching, stopping, ended):
+            for task in (watching, stopping, ended, shadowing):
                 task.cancel()
-            await asyncio.gather(watching, stopping, ended, return_exceptions=True)
+            await asyncio.gather(watching, stopping, ended, shadowing, return_exceptions=True)
 
-    async def _died(self, engine: EngineProcess, watching: asyncio.Task[str]) -> int:
+    def _probes(self, client: EngineClient) -> Coroutine[Any, Any, None]:
+        return probe_traffic(
+            client,
+            self._run.secret,
+            self._settings,
+            self._board,
+            self._surface,
+            limits=self._limits,
+            model=self._prepared.command.model,
+        )
+
+    async def _died(self, engine: EngineProcess, seen: str) -> int:
+        """The engine ended by itself, or was `seen` to be dead."""
         code = engine.exit_code
-        how = f"ended with {ending(code)}" if code is not None else watching.result()
-        errors = self._log.last_errors()
-        reason = f"the engine {how} while serving" + (f"; its last error: {errors[-1]}" if errors else "")
+        said = self._last_error()
+        reason = f"the engine {seen if code is None else f'ended with {ending(code)}'} while serving" + (
+            f"; its last error: {said}" if said else ""
+        )
         self._board.move(Event.ENGINE_ENDED, reason)
         log.error("engine died", reason=reason)
         self._last_words(reason)
@@ -347,10 +380,17 @@ class Guard:
             unhealthy = unhealthy + 1 if (await client.health()).status == 503 else 0
             if unhealthy >= 3:
                 return "answered /health with an error three times"
-            with contextlib.suppress(UsageError):
-                page = metrics_evidence.parse_metrics((await client.metrics_text()).body or b"")
-                figures = metrics_evidence.gauges(page, self._board.status.effective, self._limit)
-                self._board.update(gauges=figures)
+            page = (await client.metrics_text()).body or b""
+            try:
+                parsed = metrics_evidence.parse_metrics(page)
+                self._board.update(
+                    gauges=metrics_evidence.gauges(parsed, self._board.status.effective, self._limits.max_num_seqs)
+                )
+            except UsageError:
+                pass  # no page, or not one: the last figures stay
+            except Exception as error:  # a bug in reading figures must not end serving
+                log.warning("the engine's figures could not be read", error=repr(error))
+            reap_adopted()  # we inherit every orphan, and as a container's first process all of them
             await asyncio.sleep(self._settings.refresh)
 
     async def _drain(self) -> None:
@@ -359,26 +399,19 @@ class Guard:
         settings = self._settings
         self._board.move(Event.STOP_REQUESTED, "draining")
         log.info("draining", settle_s=settings.settle, grace_s=settings.grace)
-        deadline = begun + settings.grace - settings.engine_reserve
-        settled = begun + min(settings.settle, settings.grace)
+        deadline = begun + settings.grace - self._reserve
+        settled = min(begun + settings.settle, deadline)
         while self._stops < 2 and self._clock() < settled:
             await asyncio.sleep(0.05)
         self._surface.stop_accepting()
-        while self._stops < 2 and self._clock() < deadline:
-            if await asyncio.to_thread(self._surface.wait_idle, 0.1):
-                break
-        else:
-            log.warning("grace period over with requests in flight; they are cut off", grace_s=settings.grace)
+        idle = False
+        while not idle and self._stops < 2 and self._clock() < deadline:
+            idle = await asyncio.to_thread(self._surface.wait_idle, 0.1)
+        if not idle and not self._surface.wait_idle(0):
+            why = "a second signal" if self._stops > 1 else "the grace period is over"
+            log.warning("requests in flight are cut off", because=why, grace_s=settings.grace)
         self._board.move(Event.STOPPED, "stopped")
         log.info("drained", seconds=round(self._clock() - begun, 2))
-
-
-def _served_name(models: Answer) -> str | None:
-    """The name under which the engine serves its model, from /v1/models."""
-    data = models.body.get("data") if models.ok and isinstance(models.body, dict) else None
-    first = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
-    name = first.get("id")
-    return name if isinstance(name, str) else None
 
 
 def _model_dtype(evidence: Evidence) -> str | None:

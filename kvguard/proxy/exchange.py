@@ -68,6 +68,7 @@ class Exchange:
         self._answered = False
         self._stopped_by: _Stop | None = None
         self._work = asyncio.timeout(None)
+        self.body = b""
         self._silence_limit = limits.first_byte_s
         self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -88,6 +89,7 @@ class Exchange:
         elif body is None:
             self.outcome = Outcome.CLIENT_DISCONNECTED
         else:
+            self.body = body
             await self._forward(body)
 
     async def _refuse(self, refusal: Refusal, outcome: Outcome = Outcome.REFUSED) -> None:

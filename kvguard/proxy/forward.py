@@ -12,8 +12,9 @@ from typing import Protocol
 import structlog
 
 from kvguard.guard.gate import Gate
+from kvguard.guard.surface import Tap
 from kvguard.proxy.asgi import Receive, Scope, Send
-from kvguard.proxy.exchange import Exchange
+from kvguard.proxy.exchange import Exchange, Outcome
 from kvguard.proxy.paths import route_label
 from kvguard.proxy.upstream import Client, Limits, Upstream
 
@@ -35,6 +36,9 @@ class Observer(Protocol):
 
     def finished(self, route: str, method: str, status: int, seconds: float, outcome: str) -> None:
         """The request ended, in whichever way."""
+
+
+_OK = 200
 
 
 class InFlight:
@@ -66,6 +70,7 @@ class Forwarder:
         self.observer = observer
         self.limits = limits or Limits()
         self.in_flight = InFlight()
+        self.tap: Tap | None = None
         self._client: Client | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,6 +93,8 @@ class Forwarder:
         exchange.on_first_byte = lambda seconds: self.observer.first_byte(route, seconds)
         try:
             await exchange.run()
+            if self.tap is not None and exchange.status == _OK and exchange.outcome is Outcome.OK:
+                self.tap(scope["path"], scope["headers"], exchange.body)
         finally:
             self.observer.finished(route, scope["method"], exchange.status, exchange.elapsed(), exchange.outcome)
             self.in_flight.leave()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from pydantic import Field
 from pydantic_core import to_json
 
 import kvguard
@@ -53,14 +54,40 @@ class Evidence(Frozen):
     claims: list[dict[str, Any]]
 
 
+class WhatIf(Frozen):
+    """One fake-quantized pass: a cache format, how it rounds, and its scales ("engine", or "unit" for 1.0)."""
+
+    format: Literal["fp8_e4m3", "fp8_e5m2"]
+    rounding: Literal["nearest", "truncate"] = "nearest"
+    scales: Literal["engine", "unit"] = "engine"
+
+
+class Probe(Frozen):
+    """A one-shot probe. Prompts are kept in memory until they are answered, and nowhere else."""
+
+    prompts: tuple[Annotated[str, Field(max_length=200_000)], ...] = Field(min_length=1, max_length=500)
+    formats: tuple[WhatIf, ...] = Field(default=(), max_length=8)
+    greedy: bool = False
+    max_tokens: int = Field(default=64, ge=1, le=4096)
+
+
+ProbeOnce = Callable[[Probe], Awaitable[dict[str, Any] | None]]
+
+
 def management_app(
     status: Callable[[], Status],
     record: Callable[[], dict[str, Any] | None],
     policy: Callable[[], dict[str, Any] | None],
     evidence: Callable[[], list[dict[str, Any]]],
     registry: CollectorRegistry,
+    *,
+    shadow: Callable[[], dict[str, Any] | None] = lambda: None,
+    probe: ProbeOnce | None = None,
 ) -> FastAPI:
-    """The app; the callables are asked at each request and must not block. NaN and infinity become JSON strings."""
+    """The app; the callables are asked at each request and must not block. NaN and infinity become JSON strings.
+
+    `shadow` gives the report of shadow probing, `probe` runs a one-shot probe; both give None while probing is off.
+    """
     app = FastAPI(
         title="kvguard management",
         version=kvguard.__version__,
@@ -119,7 +146,30 @@ def management_app(
         now = status()
         return _json(Evidence(state=now.state, effective=now.effective, checks=now.checks, claims=evidence()))
 
+    @app.get(
+        "/shadow",
+        response_model=dict[str, Any],
+        responses={404: {"model": Problem}},
+        tags=["shadow"],
+        summary="Quality estimates by stratum, fidelity, controls and the alarm; no prompts",
+    )
+    async def shadow_report() -> Response:
+        return _document(shadow(), _SHADOW_OFF)
+
+    @app.post(
+        "/shadow/probe",
+        response_model=dict[str, Any],
+        responses={404: {"model": Problem}},
+        tags=["shadow"],
+        summary="Probe these prompts now; estimates only come back",
+    )
+    async def shadow_probe(question: Probe) -> Response:
+        return _document(await probe(question) if probe is not None else None, _SHADOW_OFF)
+
     return app
+
+
+_SHADOW_OFF = "shadow probes are off, or the engine is not serving yet: start with `kvguard serve --shadow in-engine`"
 
 
 def _document(document: dict[str, Any] | None, why_missing: str) -> Response:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from kvguard.guard.surface import Tap
 from kvguard.proxy.exchange import ResponseAborted
 from kvguard.proxy.forward import Forwarder
 from kvguard.vocabulary import UsageError
@@ -119,6 +120,10 @@ class DataPlane:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             loop.call_soon_threadsafe(self._server.refuse_new, done)
             done.wait(_FORCED_S)
+
+    def set_tap(self, tap: Tap | None) -> None:
+        """Show each answered request to `tap` from now on (see `forward.Tap`)."""
+        self._app.tap = tap
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is in flight; False if some still are after `timeout_s`."""

@@ -6,7 +6,6 @@ A figure that the engine does not give is absent, never 0. `FAMILIES` lists ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -16,17 +15,7 @@ from prometheus_client.registry import Collector
 import kvguard
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric family, by the name a query uses (counters end in _total, identities in _info)."""
-
-    name: str
-    kind: str
-    help: str
-    labels: tuple[str, ...] = ()
-
+from kvguard.telemetry.families import Family
 
 _PROXY = (
     Family(

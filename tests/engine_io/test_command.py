@@ -97,11 +97,23 @@ def test_config_with_equals_is_not_read_and_warned_about() -> None:
         (("--config", "none.yaml"), "none.yaml"),
         (("--config", "bad.yaml"), "bad.yaml line 2"),
         (("--config", "list.yaml"), "mapping"),
+        (("--config", "a.yaml", "--config", "b.yaml"), "a second --config"),
+        (("--config", "vllm.conf"), "named .yaml or .yml only"),
+        (("--config", "big.yaml"), "more than 1 MiB"),
+        (("--config", "deep.yaml"), "not valid YAML"),
         (("--config", "bin.yaml"), "not valid YAML"),
     ],
 )
 def test_what_vllm_would_reject_is_a_usage_error(argv: tuple[str, ...], says: str) -> None:
-    files = {"bad.yaml": b"a: 1\n b: [\n", "list.yaml": b"- a\n", "bin.yaml": b"\x00\x01"}
+    files = {
+        "bad.yaml": b"a: 1\n b: [\n",
+        "list.yaml": b"- a\n",
+        "bin.yaml": b"\x00\x01",
+        "a.yaml": b"{}",
+        "b.yaml": b"{}",
+        "big.yaml": b"#" * (1 << 20) + b"\n",
+        "deep.yaml": b"a: " + b"[" * 1500,
+    }
     with pytest.raises(UsageError) as caught:
         parse("vllm", "serve", "m", *argv, files=files)
     assert says in str(caught.value)
@@ -115,10 +127,48 @@ def test_a_command_that_is_not_vllm_is_refused(argv: tuple[str, ...]) -> None:
 
 
 def test_an_unread_version_passes_unknown_flags_and_says_so() -> None:
-    command = parse("vllm", "serve", "m", "--brand-new", "x", "--kv-cache-dtype", "fp8", version="0.99.0")
+    command = parse("vllm", "serve", "m", "--brand-new", "x", "--kv-cache-dtype", "fp8", "--new-switch", version="0.99.0")
     assert command.value("--kv-cache-dtype") == "fp8"
+    assert command.present("--new-switch")
+    assert command.values("--brand-new") == ("x",)
     assert command.warnings
     assert not table_for("0.99.0").exact
+
+
+def test_a_flag_that_came_and_went() -> None:
+    assert parse("vllm", "serve", "--calculate-kv-scales", "m", version="0.27.1").present("--calculate-kv-scales")
+    with pytest.raises(UsageError, match=r"removed in 0\.28\.0; instead, use a checkpoint with calibrated scales"):
+        parse("vllm", "serve", "m", "--calculate_kv_scales", version="0.28.0")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), None),
+        (("--hf-overrides", '{"a": 1}', "--hf-overrides", '{"b": 2}'), {"b": 2}),
+        # Dotted uses stand after the plain one, and replace it.
+        (("--hf-overrides.a.b", "1", "--hf-overrides", '{"c": 2}', "--hf_overrides.a.d=x"), {"a": {"b": 1, "d": "x"}}),
+        (("--hf-overrides.a+", "x,y", "--hf-overrides.a+", "z"), {"a": ["x", "y", "z"]}),
+        (("--hf-overrides.a", "[1]", "--hf-overrides.a", "[2]"), {"a": [1, 2]}),
+        (("--hf-overrides.a", "1", "--hf-overrides.a.b", "null"), {"a": {"b": None}}),
+    ],
+)
+def test_a_flag_that_holds_json(argv: tuple[str, ...], expected: dict[str, object] | None) -> None:
+    assert parse("vllm", "serve", "m", *argv).json_object("--hf-overrides") == expected
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '"a"', "[" * 100_000])
+def test_a_flag_that_should_hold_json(text: str) -> None:
+    with pytest.raises(UsageError, match=r"argument 2 .*--hf-overrides needs a JSON object"):
+        parse("vllm", "serve", "m", f"--hf-overrides={text}").json_object("--hf-overrides")
+
+
+def test_the_last_of_several_uses_counts() -> None:
+    command = parse("vllm", "serve", "m", "--middleware", "a.B", "--middleware", "c.D", "--no-enable-prefix-caching")
+    assert command.collected("--middleware") == ("a.B", "c.D")
+    assert command.value("--middleware") == "c.D"
+    assert not command.present("--enable-prefix-caching")
+    assert (command.value("--enforce-eager"), command.values("--api-key")) == (None, ())
 
 
 def test_requested_claims_name_where_each_value_was_written() -> None:
@@ -139,4 +189,4 @@ def test_any_words_parse_or_are_refused(words: list[str]) -> None:
 @given(st.binary(max_size=200))
 def test_any_yaml_parses_or_is_refused(data: bytes) -> None:
     with contextlib.suppress(UsageError):
-        parse("vllm", "serve", "m", "--config", "c", files={"c": data})
+        parse("vllm", "serve", "m", "--config", "c.yml", files={"c.yml": data})

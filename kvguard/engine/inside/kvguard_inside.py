@@ -16,9 +16,12 @@ import importlib
 import json
 import math
 import os
+import time
 from typing import Any
 
-PATH = "/_kvguard/inside/evidence"
+PATH = "/_kvguard/inside/"
+_METHODS = {"evidence": "kvguard_read", "inexact": "kvguard_inexact", "reference": "kvguard_reference"}
+_MAX_QUESTION = 8 * 1024 * 1024  # bytes of a question's body
 _MAX_SCALES = 4096  # values of one scale tensor that are reported
 
 
@@ -81,9 +84,9 @@ def _layer(name: str, layer: Any) -> dict[str, Any]:
             k_scale_float=_host(getattr(layer, "_k_scale_float", None)),
             v_scale_float=_host(getattr(layer, "_v_scale_float", None)),
             q_scale_float=_host(getattr(layer, "_q_scale_float", None)),
-            sliding_window=getattr(layer, "sliding_window", None),
-            num_kv_heads=getattr(layer, "num_kv_heads", None),
-            head_size=getattr(layer, "head_size", None),
+            sliding_window=_config(layer, "sliding_window"),
+            num_kv_heads=_config(layer, "num_kv_heads"),
+            head_size=_config(layer, "head_size"),
         )
     except Exception as error:  # an error here must be an answer, see the module's first rule
         entry["error"] = f"{type(error).__name__}: {error}"
@@ -107,8 +110,215 @@ def _bytes(layers: dict[str, Any]) -> int:
 
 
 def _config(config: Any, name: str) -> Any:
+    """A plain value of a config or layer; None for objects, which the reply could not carry."""
     value = getattr(config, name, None)
     return value if isinstance(value, (int, float, str, bool)) else None
+
+
+# ---- The reference pass: exact 16-bit attention over the pass's own keys and values, in the engine's own weights ----
+
+_E4M3_MAX, _E5M2_MAX = 448.0, 57344.0
+_QUERY_ROWS = 256  # rows of queries attended at a time, so that a long sequence needs no n × n × heads at once
+_LOGIT_ROWS = 64  # rows of logits held at a time: 64 × 128k vocabulary × 4 bytes are 33 MB
+
+
+def _fake_quantize(tensor: Any, scale: Any, form: str, rounding: str) -> Any:
+    """`tensor` as it would come back out of a cache of this format. `scale` is a float, or one value for each head.
+
+    Nearest rounds half to even; truncate rounds toward zero, as vLLM 0.32.0's CPU kernel does (measured).
+    """
+    import torch  # noqa: PLC0415 (the engine's own)
+
+    dtype, limit = (torch.float8_e4m3fn, _E4M3_MAX) if form == "fp8_e4m3" else (torch.float8_e5m2, _E5M2_MAX)
+    scaled = (tensor.float() / scale).clamp(-limit, limit)
+    stored = scaled.to(dtype)
+    if rounding == "truncate":
+        over = stored.float().abs() > scaled.abs()
+        codes = stored.view(torch.uint8)
+        # One code towards zero: sign and magnitude are separate bits, so the magnitude is simply one less.
+        stored = torch.where(over, codes - over.to(torch.uint8), codes).view(dtype)
+    return stored.float() * scale
+
+
+class _ExactAttention:
+    """Stands in for a layer's `impl` during one pass: exact causal attention, nothing read from or written to the cache.
+
+    Everything else about the implementation is the original's.
+    """
+
+    def __init__(self, layer: Any, original: Any, choice: dict[str, Any], index: int, amax: dict[str, Any] | None) -> None:
+        self._layer = layer
+        self._original = original
+        self._choice = choice
+        self._index = index
+        self._amax = amax
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, _cache: Any, _metadata: Any, output: Any, *_: Any, **__: Any
+    ) -> Any:
+        """query [tokens, heads, size], key and value [tokens, KV heads, size]; writes output [tokens, heads, size]."""
+        import torch  # noqa: PLC0415
+
+        original, choice = self._original, self._choice
+        if self._amax is not None:
+            self._amax[layer.layer_name] = [
+                key.float().abs().amax(dim=(0, 2)).tolist(),
+                value.float().abs().amax(dim=(0, 2)).tolist(),
+            ]
+        q, k, v = query.float(), key.float(), value.float()
+        if choice.get("format"):
+            k_scale, v_scale = self._scales()
+            k = _fake_quantize(k, k_scale, choice["format"], choice.get("rounding", "nearest"))
+            v = _fake_quantize(v, v_scale, choice["format"], choice.get("rounding", "nearest"))
+            if choice.get("compute") == "16bit":  # kernels dequantize into the model's dtype before they multiply
+                k, v = k.to(key.dtype).float(), v.to(value.dtype).float()
+        if choice.get("query"):
+            q = _fake_quantize(q, self._query_scale(), choice["format"] or "fp8_e4m3", choice.get("rounding", "nearest"))
+        tokens, heads, _size = q.shape
+        groups = heads // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        window = _window(layer, original)
+        cap = float(getattr(original, "logits_soft_cap", 0.0) or 0.0)
+        sinks = getattr(original, "sinks", None)
+        columns = torch.arange(tokens, device=q.device)
+        for begin in range(0, tokens, _QUERY_ROWS):
+            rows = columns[begin : begin + _QUERY_ROWS]
+            scores = torch.einsum("qhd,khd->hqk", q[begin : begin + _QUERY_ROWS], k) * float(original.scale)
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            hidden = columns[None, :] > rows[:, None]
+            if window is not None:
+                hidden = hidden | (columns[None, :] <= rows[:, None] - window)
+            scores = scores.masked_fill(hidden[None], float("-inf"))
+            if sinks is not None:
+                sink = sinks.float().reshape(-1, 1, 1).expand(heads, len(rows), 1)
+                weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+            else:
+                weights = torch.softmax(scores, dim=-1)
+            if choice.get("probabilities"):
+                weights = _fake_quantize(weights, 1.0 / _E4M3_MAX, "fp8_e4m3", choice.get("rounding", "nearest"))
+            attended = torch.einsum("hqk,khd->qhd", weights, v)
+            output[begin : begin + len(rows)].copy_(attended.to(output.dtype).view(len(rows), heads, -1))
+        return output
+
+    def _scales(self) -> tuple[Any, Any]:
+        """Scales of keys and values: the engine's own, 1.0, or given for each layer."""
+        scales = self._choice.get("scales", "engine")
+        if scales == "unit":
+            return 1.0, 1.0
+        if scales == "engine":
+            return _broadcast(self._layer._k_scale), _broadcast(self._layer._v_scale)
+        return float(scales["k"][self._index]), float(scales["v"][self._index])
+
+    def _query_scale(self) -> Any:
+        own = getattr(self._layer, "_q_scale", None)
+        return 1.0 if own is None else _broadcast(own)
+
+
+def _broadcast(scale: Any) -> Any:
+    """A scale tensor as a float, or shaped to multiply [tokens, KV heads, size]."""
+    if scale.numel() == 1:
+        return float(scale)
+    return scale.detach().float().reshape(1, -1, 1)
+
+
+def _window(layer: Any, impl: Any) -> int | None:
+    """Tokens a query sees, itself included; None without a sliding window."""
+    window = getattr(layer, "sliding_window", None)
+    if window is None:
+        window = getattr(impl, "sliding_window", None)
+    if isinstance(window, (tuple, list)):
+        window = window[0] + 1 if window and window[0] is not None and window[0] >= 0 else None
+    return int(window) if isinstance(window, int) and window > 0 else None
+
+
+def _inexact(worker: Any) -> list[str]:
+    """Why this model's attention would not be reproduced exactly, by layer and class; empty when it would."""
+    config = worker.vllm_config
+    reasons = []
+    if config.parallel_config.pipeline_parallel_size > 1:
+        reasons.append("pipeline parallel: ranks without logits")
+    if config.parallel_config.data_parallel_size > 1:
+        reasons.append("data parallel: ranks would have to enter the pass together")
+    if getattr(config, "lora_config", None) is not None:
+        reasons.append("LoRA enabled: a forward outside the runner keeps the last request's adapter")
+    if getattr(config.model_config, "uses_mrope", False):
+        reasons.append("multimodal rotary positions")
+    for name, layer in _attention_layers(worker.model_runner).items():
+        impl = getattr(layer, "impl", None)
+        kind = type(layer).__name__
+        if kind != "Attention" or impl is None:
+            reasons.append(f"{name}: {kind} is not plain attention")
+            continue
+        if getattr(impl, "alibi_slopes", None) is not None:
+            reasons.append(f"{name}: ALiBi slopes")
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            reasons.append(f"{name}: shares another layer's KV cache")
+        kind_of_attention = str(getattr(layer, "attn_type", "decoder")).rpartition(".")[2].lower()
+        if kind_of_attention != "decoder":
+            reasons.append(f"{name}: {kind_of_attention} attention")
+        if getattr(layer, "head_size_v", getattr(layer, "head_size", None)) != getattr(layer, "head_size", None):
+            reasons.append(f"{name}: keys and values of different sizes")
+    return reasons
+
+
+def _swap(layers: dict[str, Any], choice: dict[str, Any], amax: dict[str, Any] | None) -> list[tuple[Any, Any, Any]]:
+    """Put exact attention into every layer; returns what `_restore` needs. Query quantization is off meanwhile."""
+    before = []
+    for index, layer in enumerate(layers.values()):
+        before.append((layer, layer.impl, getattr(layer, "query_quant", None)))
+        layer.impl = _ExactAttention(layer, layer.impl, choice, index, amax)
+        if before[-1][2] is not None:
+            layer.query_quant = None
+    return before
+
+
+def _restore(before: list[tuple[Any, Any, Any]]) -> None:
+    for layer, impl, query_quant in before:
+        layer.impl = impl
+        if query_quant is not None:
+            layer.query_quant = query_quant
+
+
+def _run_pass(worker: Any, request: dict[str, Any], choice: dict[str, Any], amax: dict[str, Any] | None) -> dict[str, Any]:
+    """One forward over the whole sequence; logits only for the positions that predict the scored tokens."""
+    import torch  # noqa: PLC0415
+    from vllm.forward_context import set_forward_context  # noqa: PLC0415
+
+    runner, ids, start = worker.model_runner, request["ids"], request["start"]
+    model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+    input_ids = torch.tensor(ids, dtype=torch.int32, device=runner.device)
+    positions = torch.arange(len(ids), dtype=torch.int64, device=runner.device)
+    before = _swap(_attention_layers(runner), choice, amax)
+    try:
+        context = set_forward_context(None, worker.vllm_config, num_tokens=len(ids), slot_mapping={}, skip_compiled=True)
+        with torch.inference_mode(), context:
+            hidden = model(input_ids=input_ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+            result: dict[str, Any] = {"label": choice.get("label", ""), "logprobs": [], "top1": [], "at": []}
+            for begin in range(start, len(ids), _LOGIT_ROWS):
+                end = min(begin + _LOGIT_ROWS, len(ids))
+                logits = model.compute_logits(hidden[begin - 1 : end - 1])
+                if logits is None:  # another rank of the group has them
+                    return {}
+                _read_logits(logits, ids[begin:end], request["at"][begin - start : end - start], result)
+            return result
+    finally:
+        _restore(before)
+
+
+def _read_logits(logits: Any, ids: list[int], at: list[list[int]], result: dict[str, Any]) -> None:
+    """Log probabilities of the tokens that came, of the ids asked for, and the most likely id, by position."""
+    import torch  # noqa: PLC0415
+
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    result["top1"] += logprobs.argmax(dim=-1).tolist()
+    for row, (token, wanted) in enumerate(zip(ids, at, strict=True)):
+        values = logprobs[row, torch.tensor([token, *wanted], device=logprobs.device)].tolist()
+        result["logprobs"].append(_number(values[0]))
+        result["at"].append([_number(value) for value in values[1:]])
 
 
 _BASE = _user_extension()
@@ -158,6 +368,42 @@ class WorkerExtension(_BASE):  # type: ignore[misc,valid-type]
             reply["error"] = f"{type(error).__name__}: {error}"
         return reply
 
+    def kvguard_inexact(self, nonce: str) -> dict[str, Any]:
+        """Why the reference pass would not be exact on this rank (`reasons`, empty when it would), and its limits."""
+        reply: dict[str, Any] = {"nonce": nonce, "rank": getattr(self, "rank", None), "error": None, "reasons": []}
+        try:
+            reply["tp_size"] = int(self.vllm_config.parallel_config.tensor_parallel_size)
+            reply["reasons"] = _inexact(self)
+            reply["max_tokens"] = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+        except Exception as error:
+            reply["error"] = f"{type(error).__name__}: {error}"
+        return reply
+
+    def kvguard_reference(self, nonce: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Score `request["ids"]` from position `request["start"]` on, once for each choice in `request["passes"]`.
+
+        A choice: {label, format: null|"fp8_e4m3"|"fp8_e5m2", rounding, scales: "engine"|"unit"|{k: […], v: […]},
+        query, probabilities}. `at` lists, for each scored position, further ids whose log probabilities are wanted.
+        """
+        begun = time.perf_counter()
+        reply: dict[str, Any] = {"nonce": nonce, "rank": getattr(self, "rank", None), "error": None, "passes": []}
+        try:
+            reply["tp_size"] = int(self.vllm_config.parallel_config.tensor_parallel_size)
+            reasons = _inexact(self)
+            limit = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+            if reasons:
+                reply["error"] = "not exact: " + "; ".join(reasons[:4])
+            elif not 0 < request["start"] < len(request["ids"]) <= limit:
+                reply["error"] = f"{len(request['ids'])} tokens from {request['start']}: at most {limit} in one batch"
+            else:
+                amax: dict[str, Any] | None = {} if request.get("amax") else None
+                reply["passes"] = [_run_pass(self, request, choice, amax) for choice in request["passes"]]
+                reply["amax"] = amax
+        except Exception as error:
+            reply["error"] = f"{type(error).__name__}: {error}"
+        reply["seconds"] = time.perf_counter() - begun
+        return reply
+
 
 def _engine_version() -> str:
     import vllm  # noqa: PLC0415 (the engine has it loaded already; the API server's import of this file stays light)
@@ -187,23 +433,41 @@ class EvidenceMiddleware:
         self.busy = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or not scope["path"].startswith(PATH):
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-kvguard-secret", b"")
-        if not hmac.compare_digest(given, self.secret.encode()):
+        method = _METHODS.get(scope["path"][len(PATH) :])
+        if method is None or not hmac.compare_digest(given, self.secret.encode()):
             await _answer(send, 404, {"detail": "Not Found"})
             return
         nonce = headers.get(b"x-kvguard-nonce", b"").decode("ascii", "replace")
+        try:
+            question = json.loads(await _body(receive)) if scope["method"] == "POST" else None
+        except ValueError as error:
+            await _answer(send, 400, {"error": str(error)})
+            return
         async with self.busy:
             try:
                 client = scope["app"].state.engine_client
-                replies = await client.collective_rpc("kvguard_read", args=(nonce,))
+                arguments = (nonce,) if question is None else (nonce, question)
+                replies = await client.collective_rpc(method, args=arguments)
             except Exception as error:
                 await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"})
                 return
         await _answer(send, 200, {"replies": list(replies), "expected_ranks": _expected_ranks(replies)})
+
+
+async def _body(receive: Any) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if message["type"] == "http.disconnect" or len(body) > _MAX_QUESTION:
+            raise ValueError("the question was not received whole")
+        if not message.get("more_body"):
+            return bytes(body)
 
 
 async def _answer(send: Any, status: int, document: dict[str, Any]) -> None:

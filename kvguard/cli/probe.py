@@ -1,0 +1,140 @@
+"""`kvguard probe` and `kvguard whatif`: one-shot quality probes of a guarded engine over a prompt file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvguard.files import printable, read_regular_file
+from kvguard.shadow.prompts import SELF_CHECK
+from kvguard.vocabulary import UsageError
+
+_FILE_LIMIT = 16 << 20
+_TIMEOUT = 3600.0
+
+Target = Annotated[str, typer.Argument(metavar="URL", help="The management port, for example http://127.0.0.1:9464.")]
+Prompts = Annotated[Path | None, typer.Option(help="Prompts, one a line, or JSON lines with a `prompt` key; default: ours.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens generated for each prompt.", min=1, max=4096)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def probe(
+    url: Target,
+    *,
+    prompts: Prompts = None,
+    max_tokens: MaxTokens = 64,
+    greedy: Annotated[bool, typer.Option(help="Greedy replay; it understates the difference.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far the engine's quantized KV cache moves its answers to these prompts, with intervals.
+
+    The engine must run behind `kvguard serve --shadow in-engine`. Example: kvguard probe http://127.0.0.1:9464
+    """
+    _ask(url, prompts, [], max_tokens=max_tokens, greedy=greedy, as_json=as_json)
+
+
+def whatif(
+    url: Target,
+    *,
+    formats: Annotated[str, typer.Option(help="Cache formats to try, separated by commas.")] = "fp8_e4m3,fp8_e5m2",
+    rounding: Annotated[str, typer.Option(help="nearest, or truncate.")] = "nearest",
+    scales: Annotated[str, typer.Option(help="engine: the engine's own; unit: 1.0.")] = "engine",
+    prompts: Prompts = None,
+    max_tokens: MaxTokens = 64,
+    greedy: Annotated[bool, typer.Option(help="Greedy replay; it understates the difference.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what other KV cache formats would change, on this engine, before anybody switches.
+
+    Also on an engine that still runs 16-bit. Example: kvguard whatif http://127.0.0.1:9464 --formats fp8_e4m3,fp8_e5m2
+    """
+    chosen = [{"format": name.strip(), "rounding": rounding, "scales": scales} for name in formats.split(",") if name.strip()]
+    if not chosen:
+        raise UsageError("--formats: name at least one of fp8_e4m3, fp8_e5m2")
+    _ask(url, prompts, chosen, max_tokens=max_tokens, greedy=greedy, as_json=as_json)
+
+
+def read_prompts(path: Path | None) -> list[str]:
+    """Prompts of a file: JSON lines with `prompt`, or one a line. Raises UsageError naming file and line."""
+    if path is None:
+        return list(SELF_CHECK)
+    text = read_regular_file(path, _FILE_LIMIT, "prompt file").decode("utf-8", "replace")
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        if not line.lstrip().startswith("{"):
+            found.append(line.strip())
+            continue
+        try:
+            prompt = json.loads(line).get("prompt")
+        except ValueError as error:
+            raise UsageError(f"prompt file {path} line {number}: not JSON: {error}") from error
+        if not isinstance(prompt, str) or not prompt:
+            raise UsageError(f"prompt file {path} line {number}: a text under the key `prompt` is required")
+        found.append(prompt)
+    if not found:
+        raise UsageError(f"prompt file {path}: no prompt in it")
+    return found
+
+
+def _ask(
+    url: str, prompts: Path | None, formats: list[dict[str, str]], *, max_tokens: int, greedy: bool, as_json: bool
+) -> None:
+    question = {"prompts": read_prompts(prompts), "formats": formats, "greedy": greedy, "max_tokens": max_tokens}
+    try:
+        answer = httpx.post(f"{url.rstrip('/')}/shadow/probe", json=question, timeout=_TIMEOUT, trust_env=False)
+        document = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise UsageError(f"{printable(url)}: no management port of kvguard answers there ({error})") from error
+    if answer.status_code != httpx.codes.OK:
+        raise UsageError(f"{printable(url)}: {_problem(document)}")
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    show(document, Console())
+
+
+def _problem(document: Any) -> str:
+    detail = document.get("detail") if isinstance(document, dict) else document
+    if isinstance(detail, list) and detail:
+        first = detail[0]
+        return f"{'.'.join(map(str, first.get('loc', ())))}: {first.get('msg')}"
+    return str(detail)
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """The estimates as a table: mean |Δ logprob| and flips by token with 95 % intervals, clustered by request."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("against the 16-bit pass", "requests", "mean |Δ logprob|", "95 % interval", "flips", "95 % interval"):
+        table.add_column(heading, min_width=8)
+    for label, found in document["estimates"].items():
+        delta, flips = found["abs_delta"], found["flip_rate"]
+        table.add_row(
+            label, str(found["requests"]), _number(delta["value"]), _range(delta), _percent(flips["value"]), _range(flips, 100)
+        )
+    console.print(table)
+    for problem in document["problems"]:
+        console.print(f"note: {printable(problem)}", markup=False)
+
+
+def _number(value: float | None) -> str:
+    return "—" if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "—" if value is None else f"{100 * value:.1f} %"
+
+
+def _range(found: dict[str, Any], times: float = 1.0) -> str:
+    if found["low"] is None or found["high"] is None:
+        return found["note"] or "—"
+    digits = 4 if times == 1.0 else 1
+    return f"{times * found['low']:.{digits}f} – {times * found['high']:.{digits}f}"

@@ -1,0 +1,134 @@
+"""What probes may cost: starts and engine time by the minute, the stall of one pass, and a pause after a failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOW_S = 60.0
+"""Seconds that the budget looks back."""
+
+LEAST_TOKENS = 128
+"""Passes over fewer tokens count as this many: below it, fixed costs are most of the time."""
+
+
+@dataclass(slots=True)
+class Spent:
+    """One probe on the books: when it started, and its engine time in seconds, expected first and then measured."""
+
+    at: float
+    cost: float
+
+
+class Budget:
+    """At most `starts` probes and `share` of the time in any 60 seconds. Times are seconds of one monotonic clock.
+
+    Only a probe that starts on empty books, or costs more than was expected, can exceed a window's share. It stays on the
+    books until the share has paid for it, so that the share holds in the long run whatever one probe costs.
+    """
+
+    def __init__(self, starts: float, share: float) -> None:
+        self._starts = max(1, int(starts))
+        self._start_window = WINDOW_S if starts >= 1 else WINDOW_S / starts
+        self._share = share
+        self._books: list[Spent] = []
+
+    @property
+    def most(self) -> float:
+        """Seconds of engine time that one window allows."""
+        return WINDOW_S * self._share
+
+    def affords(self, now: float, cost: float) -> bool:
+        """Whether a probe of this cost, in seconds of engine time, may start now."""
+        self._books = [spent for spent in self._books if now < spent.at + self._kept_s(spent)]
+        started = sum(1 for spent in self._books if now < spent.at + self._start_window)
+        return started < self._starts and sum(spent.cost for spent in self._books) + cost <= self.most
+
+    def spend(self, now: float, cost: float) -> Spent:
+        """A probe starts. Set the entry's `cost` when it is known, before the next probe starts."""
+        spent = Spent(now, cost)
+        self._books.append(spent)
+        return spent
+
+    def _kept_s(self, spent: Spent) -> float:
+        return max(WINDOW_S, self._start_window, spent.cost / self._share)
+
+
+class PassTimes:
+    """How long a reference pass will stall the engine, from those measured: seconds by token, and a margin.
+
+    Slower than expected counts at once, faster only slowly. Beyond the longest pass measured, time by token is taken to
+    grow with the length, as exact attention's does. Where the forecast refuses everything, it would never learn
+    better, so from the first refusal on it falls by half every `forget_s` seconds, down to the best seen.
+    """
+
+    _QUICKNESS = 0.2
+    _DEVIATIONS = 2.0
+
+    def __init__(self, prior_s_per_token: float, forget_s: float) -> None:
+        self._mean = prior_s_per_token
+        self._deviation = 0.0
+        self._best = prior_s_per_token
+        self._longest = 0
+        self._refused_since: float | None = None
+        self._forget_s = forget_s
+
+    def predict(self, now: float, tokens: int) -> float:
+        """Seconds, on the cautious side, that a pass over this many tokens takes."""
+        units = max(tokens, LEAST_TOKENS)
+        growth = max(1.0, units / self._longest) if self._longest else 1.0
+        by_token = (self._mean + self._DEVIATIONS * self._deviation) * growth
+        if self._refused_since is not None:
+            forgotten = by_token * 0.5 ** ((now - self._refused_since) / self._forget_s)
+            by_token = max(min(self._best, by_token), forgotten)
+        return units * by_token
+
+    def refuse(self, now: float) -> None:
+        """A pass was refused for its predicted time."""
+        if self._refused_since is None:
+            self._refused_since = now
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        """A pass over this many tokens took this long."""
+        units = max(tokens, LEAST_TOKENS)
+        by_token = seconds / units
+        if not self._longest:
+            self._mean = self._best = by_token
+            self._deviation = by_token / 4
+        elif by_token > self._mean + self._DEVIATIONS * self._deviation:
+            self._mean = by_token
+        else:
+            self._deviation += self._QUICKNESS * (abs(by_token - self._mean) - self._deviation)
+            self._mean += self._QUICKNESS * (by_token - self._mean)
+        self._best = min(self._best, by_token)
+        self._longest = max(self._longest, units)
+        self._refused_since = None
+
+
+class Breaker:
+    """Stops probes after one failed pass, for a time that doubles with each failure of the trial after it."""
+
+    _MOST_DOUBLINGS = 6
+
+    def __init__(self, retry_after_s: float) -> None:
+        self._retry_after_s = retry_after_s
+        self._failures = 0
+        self._closed_from: float | None = None
+
+    def open(self, now: float) -> bool:
+        """Whether probes are stopped. When the time is over, one probe at a time goes through as a trial."""
+        return self._closed_from is not None and now < self._closed_from
+
+    @property
+    def state(self) -> str:
+        """`closed` or `tripped`: whether the last pass failed."""
+        return "closed" if self._closed_from is None else "tripped"
+
+    def fail(self, now: float) -> None:
+        """A pass failed."""
+        self._closed_from = now + self._retry_after_s * 2 ** min(self._failures, self._MOST_DOUBLINGS)
+        self._failures += 1
+
+    def reset(self) -> None:
+        """A pass succeeded, or a person says that the cause is gone."""
+        self._closed_from = None
+        self._failures = 0

@@ -1,0 +1,421 @@
+"""Runs probes on a guarded engine: self-check at start, then live traffic, never on a client's path.
+
+The data plane hands over a finished request's bytes; everything else happens on the control loop: the coin is tossed,
+the request waits for an idle moment, the engine generates again with logprobs, the reference scores the same tokens,
+sums are updated, and the request is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import structlog
+
+from kvguard.engine.client import EngineClient
+from kvguard.evidence.metrics import EngineFigures
+from kvguard.reference.models import EXACT, Choice, Decode, Pass
+from kvguard.shadow.candidate import Candidate, Rules, Skipped, read_request
+from kvguard.shadow.control import CONTROL, Control, positive_control
+from kvguard.shadow.fidelity import Fidelity, candidates, choice_named, judge_fidelity
+from kvguard.shadow.models import COST, UNEXPLAINED, Observation, Stratum, stratum
+from kvguard.shadow.prompts import SELF_CHECK
+from kvguard.shadow.replay import Problem, probe_body, read_decode
+from kvguard.shadow.sampler import Item, Sampler
+from kvguard.shadow.scoring import score
+from kvguard.shadow.sequential import AlarmState, AlarmTest, Status, begin, collapse_of, sighted, update
+from kvguard.shadow.settings import Settings
+from kvguard.shadow.statistics import Measure, Sums, sums_of
+from kvguard.shadow.tally import Drop, Row
+
+log = structlog.get_logger("kvguard")
+
+_IDLE = 0.25  # seconds between looks at the queue
+_CONTROL_AGAIN = 3600.0  # seconds between positive controls
+_TOLERANCE = 0.5  # of the baseline, and at least _LEAST_TOLERANCE nats
+_LEAST_TOLERANCE = 0.02
+_DAMAGED = 0.5  # nats by token that no healthy kernel leaves unexplained (measured: 0.03 to 0.05; ruined scales 4.6)
+_KEPT = 200  # latest observations kept for the positive control
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The passes over one decode, the engine seconds they took, or why there are none."""
+
+    passes: tuple[Pass, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+
+
+class Reference(Protocol):
+    """Something that scores a decode: the pass inside the engine, or another engine."""
+
+    name: str
+    choices_possible: bool
+    """Whether fake-quantized passes can be had."""
+
+    async def unavailable(self) -> str:
+        """Why this reference cannot score this engine, "" when it can."""
+
+    async def run(self, decode: Decode, choices: Sequence[Choice]) -> Scored:
+        """One pass for each choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowReport:
+    """What is known now, without prompts. `state` is off, checking, probing, blind, refused or regression."""
+
+    state: str = "off"
+    reason: str = ""
+    reference: str = ""
+    fidelity: Fidelity | None = None
+    control: Control | None = None
+    baseline: float | None = None
+    tolerance: float | None = None
+    alarm: AlarmState | None = None
+    sums: dict[str, dict[Stratum, Sums]] = field(default_factory=dict)
+    probes: int = 0
+    collapsed: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+    pass_seconds: float = 0.0
+
+    def total(self, comparison: str) -> Sums:
+        """All strata of a comparison together."""
+        return sum(self.sums.get(comparison, {}).values(), Sums())
+
+
+class Shadow:
+    """Probes of one engine. `offer` may be called on any thread; everything else runs on the control loop."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        reference: Reference,
+        settings: Settings,
+        *,
+        served_model: str,
+        dtype: str,
+        batch_tokens: int | None,
+        batch_sequences: int | None,
+        figures: Callable[[], Awaitable[EngineFigures]],
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        """`dtype` is the engine's effective KV dtype; `figures` reads its load now."""
+        self._client = client
+        self._reference = reference
+        self._settings = settings
+        self._served_model = served_model
+        self._dtype = dtype
+        self._figures = figures
+        self._clock = clock
+        self._rules = Rules(
+            base_models=frozenset({served_model}),
+            require_opt_in=settings.require_opt_in,
+            max_body_bytes=settings.max_body_bytes,
+        )
+        self._sampler: Sampler[Candidate] = Sampler(
+            settings,
+            clock,
+            random.Random(seed),  # noqa: S311 -- sampling, not a secret
+            batch_tokens=batch_tokens,
+            batch_sequences=batch_sequences,
+            passes=3,
+        )
+        self._choice: Choice | None = None
+        self._recent: list[Observation] = []
+        self._skipped: Counter[str] = Counter()
+        self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
+        self._open = False
+
+    @property
+    def report(self) -> ShadowReport:
+        """The current report, with the sampler's account of now."""
+        current = self._report
+        return replace(current, skipped=dict(self._skipped), rows=self._sampler.rows())
+
+    def offer(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """A client has its answer: maybe probe its request. Parses the body only once probing is on."""
+        if not self._open:
+            return
+        read = read_request(path, body, headers, self._rules)
+        if isinstance(read, Skipped):
+            self._skipped[str(read.reason)] += 1
+            return
+        limit = read.body.get("max_tokens") or read.body.get("max_completion_tokens")
+        expected = min(self._settings.max_tokens, limit) if isinstance(limit, int) else self._settings.max_tokens
+        self._sampler.offer(read.stratum, read.estimated_tokens + expected, read, size=read.size)
+
+    async def run(self) -> None:
+        """Self-check, then probe until cancelled."""
+        unavailable = await self._reference.unavailable()
+        if unavailable:
+            self._set(state="refused", reason=unavailable)
+            log.warning("shadow probes refused", reason=unavailable)
+            return
+        await self._self_check()
+        self._open = True
+        controlled = self._clock()
+        try:
+            while True:
+                item = await self._next()
+                if item is not None:
+                    await self._probe(item)
+                if self._clock() - controlled > _CONTROL_AGAIN:
+                    controlled = self._clock()
+                    self._run_control(self._recent)
+        finally:
+            self._open = False
+            self._sampler.close()
+
+    async def _next(self) -> Item[Candidate] | None:
+        load = await self._figures()
+        item = self._sampler.next(self._clock(), load.waiting, load.kv_pinned_ratio, load.running)
+        if item is None:
+            await asyncio.sleep(_IDLE)
+        return item
+
+    # ---- the self-check
+
+    async def _self_check(self) -> None:
+        """Decode our own prompts, find what explains the engine's arithmetic, fix the baseline, test the alarm's sight."""
+        choices = candidates(self._dtype) if self._reference.choices_possible else (EXACT,)
+        control = self._control_choice()
+        choices += (control,) if control is not None else ()
+        seen: list[Observation] = []
+        for prompt in SELF_CHECK:
+            await self._quiet()
+            decode, _ = await self._decode_prompt(prompt)
+            if decode is None:
+                continue
+            scored = await self._reference.run(decode, choices)
+            if scored.problem:
+                log.warning("shadow self-check: a pass failed", problem=scored.problem)
+                continue
+            self._sampler.measured(len(decode.prompt_ids) + len(decode.ids), scored.seconds / len(choices))
+            seen.append(_observe(decode, scored.passes, 1.0, stratum(len(decode.prompt_ids), 1)))
+        if not seen:
+            self._set(state="refused", reason="no self-check prompt could be scored")
+            return
+        fidelity = judge_fidelity(seen, self._dtype)
+        self._choice = choice_named(fidelity.explained_by, self._dtype) if fidelity.known else None
+        own = self._choice.label if self._choice else min(fidelity.residuals, key=lambda label: fidelity.residuals[label])
+        named = [_as_live(observation, own) for observation in seen]
+        found = sums_of(named, UNEXPLAINED).estimate(Measure.REQUEST_ABS_DELTA)
+        # The upper end: a baseline from a dozen requests that is too low by chance would alarm on a healthy engine.
+        baseline = found.high if found.high is not None else (found.value or 0.0)
+        tolerance = max(_TOLERANCE * baseline, _LEAST_TOLERANCE)
+        test = AlarmTest(
+            baseline=baseline,
+            tolerance=tolerance,
+            cap=max(1.0, 4.0 * (baseline + tolerance)),
+            max_weight=_max_weight(self._settings),
+        )
+        self._set(state="probing", reason="", fidelity=fidelity, baseline=baseline, tolerance=tolerance, alarm=begin(test))
+        for observation in named:
+            self._remember(observation)
+        self._run_control(self._recent)
+        broken = next((how for one in named if (how := collapse_of(one))), "")
+        if broken or baseline > _DAMAGED:
+            reason = f"the self-check shows damage: {broken or f'unexplained |Δ logprob| {baseline:.3g} by token'}"
+            self._set(state="regression", reason=reason, alarm=replace(begin(test), regression=reason))
+            log.error("shadow self-check", reason=reason)
+        log.info(
+            "shadow self-check",
+            explained_by=fidelity.explained_by,
+            baseline=round(baseline, 4),
+            requests=fidelity.requests,
+            detail=fidelity.reason,
+        )
+
+    async def _quiet(self) -> None:
+        """Wait until no client's request waits or runs: the self-check is never in anybody's way."""
+        while True:
+            load = await self._figures()
+            if not load.waiting and not load.running:
+                return
+            await asyncio.sleep(_IDLE)
+
+    async def _decode_prompt(self, prompt: str) -> tuple[Decode | None, float]:
+        body = {"model": self._served_model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
+        candidate = Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
+        return await self._decode(candidate, greedy=True)
+
+    async def _decode(self, candidate: Candidate, *, greedy: bool) -> tuple[Decode | None, float]:
+        """The engine's own decode of a request, and the seconds it took; None when it cannot be had."""
+        path, body = probe_body(
+            candidate,
+            served_model=self._served_model,
+            max_tokens=self._settings.max_tokens,
+            greedy=greedy,
+            salt=secrets.token_hex(16),
+        )
+        begun = self._clock()
+        answer = await self._client.post(path, body)
+        seconds = self._clock() - begun
+        read = read_decode(candidate.kind, answer.body if isinstance(answer.body, dict) else {})
+        if isinstance(read, Problem):
+            if read is Problem.NAN:
+                self._collapsed("NaN log probabilities")
+            self._skipped[f"replay: {read}"] += 1
+            return None, seconds
+        return read, seconds
+
+    # ---- live probes
+
+    async def _probe(self, item: Item[Candidate]) -> None:
+        decode, decode_seconds = await self._decode(item.payload, greedy=self._settings.greedy)
+        if decode is None:
+            self._sampler.drop(item, Drop.REPLAY, decode_seconds)
+            return
+        tokens = len(decode.prompt_ids) + len(decode.ids)
+        while True:  # the load may have changed while the engine generated
+            load = await self._figures()
+            cause = self._sampler.clearance(self._clock(), tokens, load.waiting, load.kv_pinned_ratio, load.running)
+            if cause is None:
+                break
+            if self._sampler.expired(item, self._clock()) or cause in (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER):
+                self._sampler.drop(item, cause, decode_seconds)
+                return
+            await asyncio.sleep(_IDLE)
+        choices = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else [])]
+        control = self._control_choice()
+        choices += [control] if control is not None else []
+        scored = await self._reference.run(decode, choices)
+        if scored.problem:
+            log.warning("shadow probe failed; probes pause", problem=scored.problem)
+            self._sampler.failed(item, decode_seconds + scored.seconds)
+            return
+        engine_seconds = decode_seconds / max(load.running or 1.0, 1.0) + scored.seconds
+        self._sampler.done(item, tokens=tokens, pass_seconds=scored.seconds / len(choices), engine_seconds=engine_seconds)
+        own = self._choice.label if self._choice is not None else EXACT.label
+        observation = _observe(decode, scored.passes, item.weight, item.stratum)
+        self._count(_as_live(observation, own), scored.seconds)
+
+    def _control_choice(self) -> Choice | None:
+        """A coarser format than the engine's own: what the alarm must be able to see."""
+        if not self._reference.choices_possible:
+            return None
+        if self._dtype == "fp8_e5m2":
+            return Choice(label=CONTROL, format="fp8_e5m2", rounding="truncate", query=True, probabilities=True)
+        return Choice(label=CONTROL, format="fp8_e5m2", rounding="truncate")
+
+    def _count(self, observation: Observation, pass_seconds: float) -> None:
+        report = self._report
+        sums = {name: dict(table) for name, table in report.sums.items()}
+        for name in (COST, UNEXPLAINED):
+            if name in observation.scores:
+                table = sums.setdefault(name, {})
+                one = Sums.of(observation.weight, observation.scores[name])
+                table[observation.stratum] = table.get(observation.stratum, Sums()) + one
+        alarm = update(report.alarm, observation) if report.alarm is not None else None
+        if alarm is not None and report.alarm is not None and alarm.status is not report.alarm.status:
+            level = log.error if alarm.status is Status.REGRESSION else log.info
+            level("shadow alarm", status=str(alarm.status), reason=alarm.reason)
+        collapsed = int(any(one.collapse for one in observation.scores.values()))
+        self._remember(observation)
+        self._set(
+            state=_state_of(alarm),
+            reason=alarm.reason if alarm is not None else "",
+            alarm=alarm,
+            sums=sums,
+            probes=report.probes + 1,
+            collapsed=report.collapsed + collapsed,
+            pass_seconds=report.pass_seconds + pass_seconds,
+        )
+
+    def _collapsed(self, how: str) -> None:
+        log.error("shadow probe: the engine's answer collapsed", how=how)
+        self._set(collapsed=self._report.collapsed + 1)
+
+    def _remember(self, observation: Observation) -> None:
+        self._recent = [*self._recent[1 - _KEPT :], observation]
+
+    def _run_control(self, observations: Sequence[Observation]) -> None:
+        """The positive control: an alarm that cannot see it is blind, and says so."""
+        alarm = self._report.alarm
+        if alarm is None:
+            return
+        if not self._reference.choices_possible:
+            blind = "this reference cannot make a positive control"
+            self._set(alarm=sighted(alarm, blind), state="blind", reason=blind)
+            return
+        control = positive_control(observations, alarm.test)
+        alarm = sighted(alarm, control.blind)
+        self._set(control=control, alarm=alarm, state=_state_of(alarm), reason=alarm.reason)
+
+    # ---- one shot
+
+    async def probe_once(
+        self, prompts: Sequence[str], choices: Sequence[Choice], *, greedy: bool, max_tokens: int
+    ) -> tuple[list[Observation], list[str]]:
+        """Probe these prompts now, each against the exact pass, the engine's own arithmetic and `choices`.
+
+        Returns observations (keys: cost, unexplained, the choices' labels) and the problems of prompts that failed.
+        """
+        found: list[Observation] = []
+        problems: list[str] = []
+        wanted = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else []), *choices]
+        for number, prompt in enumerate(prompts, 1):
+            body = {
+                "model": self._served_model,
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": max_tokens,
+            }
+            candidate = Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
+            decode, _ = await self._decode(candidate, greedy=greedy)
+            if decode is None:
+                problems.append(f"prompt {number}: the engine's answer could not be scored")
+                continue
+            scored = await self._reference.run(decode, wanted)
+            if scored.problem:
+                problems.append(f"prompt {number}: {scored.problem}")
+                continue
+            own = self._choice.label if self._choice is not None else EXACT.label
+            observation = _observe(decode, scored.passes, 1.0, stratum(len(decode.prompt_ids), 1))
+            found.append(_as_live(observation, own, [choice.label for choice in choices]))
+        return found, problems
+
+    def _set(self, **changes: Any) -> None:
+        self._report = replace(self._report, **changes)
+
+
+def _max_weight(settings: Settings) -> float:
+    """The largest weight the sampler can give: the inverse of its smallest inclusion probability."""
+    smallest = settings.rate * min(settings.prompt_multipliers) * min(settings.turn_multipliers)
+    return max(1.0, 1.0 / smallest) if smallest > 0 else 1.0
+
+
+def _state_of(alarm: AlarmState | None) -> str:
+    if alarm is None:
+        return "probing"
+    return {Status.REGRESSION: "regression", Status.BLIND: "blind"}.get(alarm.status, "probing")
+
+
+def _observe(decode: Decode, passes: Sequence[Pass], weight: float, where: Stratum) -> Observation:
+    return Observation(weight=weight, stratum=where, scores={one.label: score(decode, one) for one in passes})
+
+
+def _as_live(observation: Observation, own: str, more: Sequence[str] = ()) -> Observation:
+    """The same observation under the names that are tested and shown: cost, unexplained, control."""
+    scores = observation.scores
+    named = {COST: scores[EXACT.label], UNEXPLAINED: scores.get(own, scores[EXACT.label])}
+    if CONTROL in scores:
+        named[CONTROL] = scores[CONTROL]
+    named |= {label: scores[label] for label in more if label in scores}
+    return Observation(observation.weight, observation.stratum, named)
+
+
+async def cancel(task: asyncio.Task[None]) -> None:
+    """Cancel and wait; used when the engine is about to stop."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,131 @@
+"""Shadow probes as Prometheus metrics: estimates for people, sums for a fleet, never a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvguard.shadow.models import COST, UNEXPLAINED
+from kvguard.shadow.runner import ShadowReport
+from kvguard.shadow.statistics import Measure, Sums
+from kvguard.telemetry.families import Family
+
+STATES = ("off", "checking", "probing", "blind", "refused", "regression")
+
+SHADOW_FAMILIES = (
+    Family("kvguard_shadow_state", "gauge", "1 for the state of shadow probing, 0 for the others.", ("state",)),
+    Family("kvguard_shadow_fidelity_info", "gauge", "What explains the engine's decode, by the self-check.", ("explained_by",)),
+    Family("kvguard_shadow_noise_floor_nats", "gauge", "Accepted baseline of unexplained mean |delta logprob| of a request."),
+    Family("kvguard_shadow_control_power_ratio", "gauge", "Share of streams in which the positive control would be seen."),
+    Family("kvguard_shadow_evidence", "gauge", "Evidence of the sequential test for a regression; 1/alpha alarms."),
+    Family("kvguard_shadow_probes_total", "counter", "Requests probed.", ()),
+    Family("kvguard_shadow_collapsed_total", "counter", "Probes whose answer collapsed (repetition, NaN).", ()),
+    Family("kvguard_shadow_skipped_total", "counter", "Requests that cannot be probed, by reason.", ("reason",)),
+    Family("kvguard_shadow_dropped_total", "counter", "Requests included and then not probed, by cause.", ("cause",)),
+    Family("kvguard_shadow_pass_seconds_total", "counter", "Engine seconds spent in reference passes.", ()),
+    Family(
+        "kvguard_shadow_abs_delta_nats",
+        "gauge",
+        "Mean |delta logprob| by token: estimate and interval.",
+        ("comparison", "bound"),
+    ),
+    Family("kvguard_shadow_flip_ratio", "gauge", "Top-1 flips by token: estimate and interval.", ("comparison", "bound")),
+    Family("kvguard_shadow_sum", "gauge", "Sums of the request means a fleet adds up.", ("comparison", "sum")),
+)
+
+_SUMS = ("clusters", "w", "ww", "wn", "ws", "ws_ws", "ws_wn", "wn_wn")
+_MAX_REASONS = 24
+
+
+class ShadowCollector(Collector):
+    """Reads the report at each scrape; a figure that is not known is absent."""
+
+    def __init__(self, report: Callable[[], ShadowReport]) -> None:
+        self._report = report
+
+    def describe(self) -> Iterable[Metric]:
+        """The families, without samples."""
+        return [_metric(family.name) for family in SHADOW_FAMILIES]
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample or more for each figure that is known."""
+        report = self._report()
+        state = _metric("kvguard_shadow_state")
+        for name in STATES:
+            state.add_sample(state.name, {"state": name}, float(name == report.state))
+        yield state
+        if report.state == "off":
+            return
+        yield from _self_check(report)
+        yield from _counts(report)
+        yield from _estimates(report)
+
+
+def _metric(name: str) -> Metric:
+    family = next(family for family in SHADOW_FAMILIES if family.name == name)
+    if family.kind == "counter":
+        return CounterMetricFamily(name.removesuffix("_total"), family.help, labels=family.labels)
+    return GaugeMetricFamily(name, family.help, labels=family.labels)
+
+
+def _one(name: str, value: float | None) -> Iterator[Metric]:
+    if value is not None:
+        metric = _metric(name)
+        metric.add_sample(name, {}, float(value))
+        yield metric
+
+
+def _self_check(report: ShadowReport) -> Iterator[Metric]:
+    if report.fidelity is not None:
+        info = _metric("kvguard_shadow_fidelity_info")
+        info.add_sample(info.name, {"explained_by": report.fidelity.explained_by}, 1.0)
+        yield info
+    yield from _one("kvguard_shadow_noise_floor_nats", report.baseline)
+    yield from _one("kvguard_shadow_control_power_ratio", report.control.power if report.control else None)
+    yield from _one("kvguard_shadow_evidence", report.alarm.wealth.value if report.alarm else None)
+
+
+def _counts(report: ShadowReport) -> Iterator[Metric]:
+    yield from _one("kvguard_shadow_probes_total", report.probes)
+    yield from _one("kvguard_shadow_collapsed_total", report.collapsed)
+    yield from _one("kvguard_shadow_pass_seconds_total", report.pass_seconds)
+    skipped = _metric("kvguard_shadow_skipped_total")
+    for reason, requests in sorted(report.skipped.items())[:_MAX_REASONS]:
+        skipped.add_sample("kvguard_shadow_skipped_total", {"reason": reason}, float(requests))
+    yield skipped
+    dropped = _metric("kvguard_shadow_dropped_total")
+    causes: dict[str, int] = {}
+    for row in report.rows:
+        for drop, count in row.dropped.items():
+            causes[str(drop)] = causes.get(str(drop), 0) + count.requests
+    for cause, number in sorted(causes.items()):
+        dropped.add_sample("kvguard_shadow_dropped_total", {"cause": cause}, float(number))
+    yield dropped
+
+
+def _estimates(report: ShadowReport) -> Iterator[Metric]:
+    totals = {name: report.total(name) for name in (COST, UNEXPLAINED)}
+    for family, measure in (
+        ("kvguard_shadow_abs_delta_nats", Measure.ABS_DELTA),
+        ("kvguard_shadow_flip_ratio", Measure.FLIP_RATE),
+    ):
+        metric = _metric(family)
+        for name, sums in totals.items():
+            found = sums.estimate(measure)
+            for bound, value in (("estimate", found.value), ("low", found.low), ("high", found.high)):
+                if value is not None:
+                    metric.add_sample(family, {"comparison": name, "bound": bound}, value)
+        yield metric
+    yield _fleet_sums(totals)
+
+
+def _fleet_sums(totals: dict[str, Sums]) -> Metric:
+    metric = _metric("kvguard_shadow_sum")
+    for name, sums in totals.items():
+        stats = sums.measures.get(Measure.REQUEST_ABS_DELTA)
+        if stats is not None:
+            for part in _SUMS:
+                metric.add_sample(metric.name, {"comparison": name, "sum": part}, float(getattr(stats, part)))
+    return metric

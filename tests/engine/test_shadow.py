@@ -1,0 +1,194 @@
+"""Shadow probes on real engines: what explains the decode, what a format costs, and that nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from guarded import KVGUARD, Guarded
+from kvguard.engine.client import EngineClient
+from kvguard.reference.external import ask_reference, run_teacher_forced
+from kvguard.reference.inside import run_passes
+from kvguard.reference.models import EXACT, Decode
+from kvguard.shadow.candidate import Candidate
+from kvguard.shadow.prompts import SELF_CHECK
+from kvguard.shadow.replay import probe_body, read_decode
+from kvguard.shadow.scoring import score
+
+BUSY = ("rate=1", "engine-share=1", "max-stall-ms=10000", "probes-per-minute=600", "greedy=true")
+OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
+NATS = "abs_delta"
+
+
+def _checked(served: Guarded) -> dict[str, Any]:
+    """The report once the self-check is over."""
+    deadline = time.monotonic() + 180
+    while (report := served.management("/shadow").json())["state"] == "checking":
+        assert time.monotonic() < deadline, report
+        time.sleep(0.5)
+    assert isinstance(report, dict)
+    return report
+
+
+@pytest.fixture(scope="module")
+def sixteen_bit(guarded: Callable[..., Guarded]) -> Guarded:
+    return guarded("plain", "--kv-cache-dtype", "bfloat16", options=OPTIONS).wait_ready()
+
+
+@pytest.fixture(scope="module")
+def fp8(guarded: Callable[..., Guarded], sixteen_bit: Guarded) -> Guarded:
+    return guarded("plain", "--kv-cache-dtype", "fp8_e4m3", options=OPTIONS).wait_ready()
+
+
+def test_the_pass_reproduces_a_sixteen_bit_engine_to_within_noise(sixteen_bit: Guarded) -> None:
+    report = _checked(sixteen_bit)
+    fidelity = report["fidelity"]
+    assert fidelity["explained_by"] == "16bit", fidelity
+    assert fidelity["residuals"]["16bit"] < 0.06
+    assert report["state"] == "probing"
+
+
+def test_kernel_fidelity_names_truncation_on_this_engine(fp8: Guarded) -> None:
+    report = _checked(fp8)
+    fidelity = report["fidelity"]
+    assert fidelity["explained_by"] == "fp8_e4m3 truncate", fidelity
+    residuals = fidelity["residuals"]
+    assert residuals["fp8_e4m3 truncate"] < 0.7 * residuals["16bit"]
+    assert residuals["fp8_e4m3 nearest"] > residuals["16bit"]
+    assert report["control"]["power"] >= 0.8
+    assert 'kvguard_shadow_fidelity_info{explained_by="fp8_e4m3 truncate"} 1.0' in fp8.management("/metrics").text
+
+
+def _whatif(served: Guarded, *arguments: str) -> dict[str, Any]:
+    command = [KVGUARD, *arguments[:1], f"http://127.0.0.1:{served.management_port}", *arguments[1:], "--greedy", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["estimates"]
+    return found
+
+
+def test_what_if_on_a_sixteen_bit_engine_orders_the_formats_and_predicts_the_fp8_engine(
+    sixteen_bit: Guarded, fp8: Guarded
+) -> None:
+    _checked(sixteen_bit)
+    _checked(fp8)
+    foreseen = _whatif(sixteen_bit, "whatif", "--formats", "fp8_e4m3,fp8_e5m2", "--rounding", "truncate")
+    e4m3, e5m2 = (foreseen[f"{name} truncate, scales engine"][NATS] for name in ("fp8_e4m3", "fp8_e5m2"))
+    floor = foreseen["cost"][NATS]
+    assert floor["high"] < e4m3["low"]
+    assert e4m3["high"] < e5m2["low"]
+    measured = _whatif(fp8, "probe")["cost"][NATS]
+    assert measured["low"] <= e4m3["high"]
+    assert e4m3["low"] <= measured["high"]
+    assert floor["high"] < measured["low"]
+
+
+def _decodes(served: Guarded) -> list[Decode]:
+    async def ask() -> list[Decode]:
+        async with EngineClient(served.base_url) as client:
+            found = []
+            for prompt in SELF_CHECK[:8]:
+                body = {"messages": [{"role": "user", "content": prompt}]}
+                candidate = Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
+                path, question = probe_body(candidate, served_model=served.model, max_tokens=64, greedy=True, salt="a")
+                read = read_decode("chat", (await client.post(path, question)).body)
+                assert isinstance(read, Decode), read
+                found.append(read)
+            return found
+
+    return asyncio.run(ask())
+
+
+def _secret(served: Guarded) -> tuple[str, str]:
+    (directory,) = served.run_base.iterdir()
+    return str(directory / "engine.sock"), (directory / "secret").read_text()
+
+
+def test_in_engine_and_external_references_agree(sixteen_bit: Guarded, fp8: Guarded) -> None:
+    report = _checked(sixteen_bit)
+    _checked(fp8)
+    decodes = _decodes(fp8)
+
+    async def both() -> tuple[float, float]:
+        socket, secret = _secret(fp8)
+        inside = outside = tokens = 0.0
+        async with EngineClient(socket) as primary, EngineClient(sixteen_bit.base_url) as other:
+            model, problem = await ask_reference(other, "0.32.0")
+            assert not problem
+            for decode in decodes:
+                here = await run_passes(primary, secret, decode, [EXACT])
+                there = await run_teacher_forced(other, model, decode, [EXACT])
+                assert not here.problem + there.problem
+                inside += score(decode, here.passes[0]).sum_abs_delta
+                outside += score(decode, there.passes[0]).sum_abs_delta
+                tokens += len(decode.ids)
+        return inside / tokens, outside / tokens
+
+    inside, outside = asyncio.run(both())
+    assert abs(inside - outside) < report["fidelity"]["residuals"]["16bit"], (inside, outside)
+
+
+def test_an_engine_that_is_not_sixteen_bit_is_no_reference(fp8: Guarded) -> None:
+    async def ask() -> str:
+        async with EngineClient(fp8.base_url) as client:
+            return (await ask_reference(client, "0.32.0"))[1]
+
+    assert "must be proven 16-bit" in asyncio.run(ask())
+
+
+def test_passes_leave_the_cache_and_later_answers_unchanged(fp8: Guarded) -> None:
+    """The same greedy requests before, between and after passes give the same tokens and logprobs, cached prefix included."""
+    _checked(fp8)
+    question = {"prompt": "The history of the lighthouse begins with", "max_tokens": 32, "temperature": 0, "logprobs": 5}
+
+    async def answers() -> list[Any]:
+        socket, secret = _secret(fp8)
+        async with EngineClient(socket) as client:
+            found = []
+            decode = _probe_decode()
+            for _ in range(3):
+                answer = await client.post("/v1/completions", {"model": fp8.model, **question})
+                found.append((answer.body["choices"][0]["text"], answer.body["choices"][0]["logprobs"]["token_logprobs"]))
+                result = await run_passes(client, secret, decode, [EXACT, EXACT])
+                assert not result.problem
+            return found
+
+    first, *later = asyncio.run(answers())
+    assert all(answer == later[0] for answer in later)
+    assert first[0] == later[0][0]
+
+
+def _probe_decode() -> Decode:
+    ids = tuple(range(100, 160))
+    return Decode(
+        prompt_ids=tuple(range(200, 300)),
+        ids=ids,
+        logprobs=(-1.0,) * len(ids),
+        top=tuple(((token, -1.0),) for token in ids),
+    )
+
+
+def test_live_traffic_is_probed_and_its_words_are_nowhere(fp8: Guarded, tmp_path: Path) -> None:
+    _checked(fp8)
+    before = fp8.management("/shadow").json()["probes"]
+    canary = "quixotic-bandicoot-58213"
+    for number in range(3):
+        assert fp8.chat(f"Write one sentence about {canary} number {number}.", max_tokens=24).status_code == 200
+    opted_out = {"x-kvguard-shadow": "off"}
+    assert fp8.chat("Nothing to see.", headers=opted_out).status_code == 200
+    deadline = time.monotonic() + 60
+    while (report := fp8.management("/shadow").json())["probes"] < before + 3:
+        assert time.monotonic() < deadline, report
+        time.sleep(0.3)
+    assert report["skipped"]["opted_out"] == 1
+    assert report["estimates"]["cost"]["requests"] >= 3
+    assert report["state"] != "regression"
+    written = [fp8.out, fp8.err, json.dumps(fp8.record()), fp8.management("/metrics").text, json.dumps(report)]
+    assert not any(canary in text for text in written)
