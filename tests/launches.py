@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoint_fakes import SMOLLM2, Tensors, files
-
 from kvguard.checkpoint.declared import declare
 from kvguard.checkpoint.models import Declared
 from kvguard.engine.command import Command, parse_command, split_words

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Annotated
 
@@ -13,7 +15,7 @@ from kvguard.cli.inspect import inspect
 from kvguard.cli.probe import probe, whatif
 from kvguard.cli.serve import serve
 from kvguard.cli.verify import verify
-from kvguard.vocabulary import KvguardError
+from kvguard.vocabulary import ExitCode, KvguardError
 
 app = typer.Typer(
     name="kvguard",
@@ -48,6 +50,9 @@ def options(
 
 def main() -> None:
     """Run the command line; every error a person must act on is one line and an exit code."""
+    _open_standard_streams()
+    # Until `serve` listens itself, a stop is clean: nothing has been started (as PID 1 it would be ignored otherwise).
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.CLEAN))
     try:
         app()
     except KvguardError as error:
@@ -57,6 +62,22 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
+
+
+def _open_standard_streams() -> None:
+    """Give closed standard streams /dev/null, so that no file of ours takes their number and gets the engine's output."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (for the life of the process)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 if __name__ == "__main__":

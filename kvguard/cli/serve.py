@@ -43,7 +43,7 @@ from kvguard.telemetry.logging import configure
 from kvguard.telemetry.metrics import GuardCollector, ProxyMetrics
 from kvguard.telemetry.shadow_metrics import ShadowCollector
 from kvguard.verdict.checks import describe, violates
-from kvguard.vocabulary import UsageError
+from kvguard.vocabulary import Check, UsageError
 
 log = structlog.get_logger("kvguard")
 _TERMINATION_LOG = Path("/dev/termination-log")
@@ -119,6 +119,10 @@ def show_plan(prepared: Prepared, plan: Plan, policy: Policy | None) -> None:
         write(f"kvguard: finding  {finding}\n")
     write(f"kvguard: policy   {_policy_words(policy)}\n")
     write(f"kvguard: KV cache {resolution.target}, scales {prediction.scales} (predicted: {prediction.reason})\n")
+    if refuses(prepared.checks, policy):
+        write("kvguard: the engine is not started\n")
+        sys.stderr.flush()
+        return
     for change in plan.changes:
         write(f"kvguard: change   {change.what}: {change.why}\n")
     for warning in (*plan.warnings, *prepared.degraded):
@@ -128,6 +132,11 @@ def show_plan(prepared: Prepared, plan: Plan, policy: Policy | None) -> None:
             write(f"kvguard: check    {describe(check)}\n")
     write(f"kvguard: command  {' '.join(redact_argv(list(plan.argv)))}\n")
     sys.stderr.flush()
+
+
+def refuses(checks: tuple[Check, ...], policy: Policy | None) -> bool:
+    """Whether these checks, made before the start, keep the engine from being started."""
+    return violates(checks) and (policy is None or policy.on_violation is not OnViolation.WARN)
 
 
 def _reference(named: str) -> str:
@@ -180,7 +189,7 @@ def _run(
     registry.register(GuardCollector(lambda: board.status))
     registry.register(ShadowCollector(lambda: board.shadow.report if board.shadow else ShadowReport()))
     observer = ProxyMetrics(registry)
-    refused = violates(prepared.checks) and (policy is None or policy.on_violation is OnViolation.REFUSE)
+    refused = refuses(prepared.checks, policy) and (policy is None or policy.on_violation is OnViolation.REFUSE)
     app = management_app(
         lambda: board.status,
         lambda: board.record,

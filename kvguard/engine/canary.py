@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from kvguard.engine.client import EngineClient
+from kvguard.engine.client import Answer, EngineClient
 from kvguard.vocabulary import Check, CheckResult, Frozen, Json
 
 _TEXT = (
@@ -33,11 +33,15 @@ _CHARACTERS_PER_TOKEN = 3  # fewer than any usual tokenizer needs, so that a lon
 
 
 class Canary(Frozen):
-    """One canary's outcome. `problem` is "" when it passed; `skipped` says why it could not be sent."""
+    """One canary's outcome. `problem` is "" when it passed; `skipped` says why it could not be sent.
+
+    `rejected`: the engine answered 4xx, so that the request was at fault and not what it computes.
+    """
 
     name: str
     problem: str = ""
     skipped: str = ""
+    rejected: bool = False
 
 
 async def send_canaries(
@@ -47,17 +51,29 @@ async def send_canaries(
     chat: bool,
     window: int | None,
     max_model_len: int | None,
+    logits: bool = False,
 ) -> tuple[Canary, ...]:
-    """Send a completion, a multi-turn chat and, with a sliding window, a prompt longer than it."""
-    outcomes = [await _completion(client, model, "completion", _TEXT + _QUESTION)]
+    """Send a completion, a multi-turn chat and, with a sliding window, a prompt longer than it.
+
+    What the engine's flags forbid is left out: no log probabilities (`--max-logprobs 0`), or a context too short for
+    the prompts, still leaves a short completion whose tokens are looked at. A pooling model gets an embedding.
+    """
+    outcomes = [await _completion(client, model, "completion", _TEXT + _QUESTION, logits)]
+    if outcomes[0].rejected:
+        outcomes = [await _least(client, model)]
+        if outcomes[0].rejected:
+            embedded = await _embedding(client, model)
+            return (outcomes[0] if embedded.rejected else embedded,)
+        return tuple(outcomes)
     if chat:
-        outcomes.append(await _chat(client, model))
+        talked = await _chat(client, model, logits)
+        outcomes.append(Canary(name="chat", skipped=talked.problem) if talked.rejected else talked)
     if window:
         if max_model_len is not None and max_model_len <= window + 2 * _TOKENS:
             outcomes.append(Canary(name="beyond_window", skipped=f"no prompt is longer than the window of {window}"))
         else:
             repeats = window * 2 * _CHARACTERS_PER_TOKEN // len(_TEXT) + 1
-            outcomes.append(await _completion(client, model, "beyond_window", _TEXT * repeats + _QUESTION))
+            outcomes.append(await _completion(client, model, "beyond_window", _TEXT * repeats + _QUESTION, logits))
     return tuple(outcomes)
 
 
@@ -66,23 +82,51 @@ def _common(model: str) -> dict[str, Any]:
     return {"model": model, "max_tokens": _TOKENS, "temperature": 0, "cache_salt": secrets.token_hex(8)}
 
 
-async def _completion(client: EngineClient, model: str, name: str, prompt: str) -> Canary:
+def _refusal(name: str, answer: Answer) -> Canary:
+    rejected = answer.status is not None and 400 <= answer.status < 500
+    return Canary(name=name, problem=f"{'not accepted: ' if rejected else ''}{answer.problem}", rejected=rejected)
+
+
+async def _least(client: EngineClient, model: str) -> Canary:
+    """The least request that makes a token: a few words, no log probabilities."""
+    body = {**_common(model), "prompt": "One, two, three,", "max_tokens": 4, "return_token_ids": True}
+    answer = await client.post("/v1/completions", body)
+    if not answer.ok:
+        return _refusal("short completion", answer)
+    choices = _items(answer.body, "choices")
+    tokens = _items(choices[0] if choices else None, "token_ids")
+    return Canary(name="short completion", problem="" if tokens else "no token came out")
+
+
+async def _embedding(client: EngineClient, model: str) -> Canary:
+    answer = await client.post("/v1/embeddings", {"model": model, "input": _QUESTION})
+    if not answer.ok:
+        return _refusal("embedding", answer)
+    data = _items(answer.body, "data")
+    values = _items(data[0] if data else None, "embedding")
+    bad = [value for value in values if not isinstance(value, int | float) or not math.isfinite(value)]
+    problem = "an empty embedding" if not values else f"invalid value {bad[0]!r} in the embedding" if bad else ""
+    return Canary(name="embedding", problem=problem)
+
+
+async def _completion(client: EngineClient, model: str, name: str, prompt: str, logits: bool) -> Canary:
     body = {**_common(model), "prompt": prompt, "logprobs": 1, "return_tokens_as_token_ids": True}
     answer = await client.post("/v1/completions", body)
     if not answer.ok:
-        return Canary(name=name, problem=answer.problem)
+        return _refusal(name, answer)
     logprobs = _logprobs(answer.body)
-    return Canary(name=name, problem=examine(_items(logprobs, "tokens"), _items(logprobs, "token_logprobs")))
+    return Canary(name=name, problem=examine(_items(logprobs, "tokens"), _items(logprobs, "token_logprobs"), logits=logits))
 
 
-async def _chat(client: EngineClient, model: str) -> Canary:
+async def _chat(client: EngineClient, model: str, logits: bool) -> Canary:
     body = {**_common(model), "messages": list(_TURNS), "logprobs": True, "return_tokens_as_token_ids": True}
     answer = await client.post("/v1/chat/completions", body)
     if not answer.ok:
-        return Canary(name="chat", problem=answer.problem)
+        return _refusal("chat", answer)
     content = [item for item in _items(_logprobs(answer.body), "content") if isinstance(item, dict)]
     return Canary(
-        name="chat", problem=examine([item.get("token") for item in content], [item.get("logprob") for item in content])
+        name="chat",
+        problem=examine([item.get("token") for item in content], [item.get("logprob") for item in content], logits=logits),
     )
 
 
@@ -98,13 +142,18 @@ def _items(value: Json, key: str) -> list[Any]:
     return items if isinstance(items, list) else []
 
 
-def examine(tokens: Sequence[Any], logprobs: Sequence[Any]) -> str:
-    """What is wrong with an answer, "" if nothing: no token, one repeated token, invalid log probabilities."""
+def examine(tokens: Sequence[Any], logprobs: Sequence[Any], *, logits: bool = False) -> str:
+    """What is wrong with an answer, "" if nothing: no token, one repeated token, invalid log probabilities.
+
+    `logits`: --logprobs-mode makes them logits, which may be positive.
+    """
     if not tokens:
         return "no token came out"
     if len(logprobs) != len(tokens):
         return f"{len(tokens)} tokens came with {len(logprobs)} log probabilities"
-    bad = [value for value in logprobs if not isinstance(value, int | float) or not -math.inf < value <= 0]
+    most = math.inf if logits else 0.0
+    bad = [value for value in logprobs if not isinstance(value, int | float) or not -math.inf < value <= most]
+    bad += [value for value in logprobs if value == math.inf]
     if bad:
         return f"invalid log probability {bad[0]!r}"
     if len(tokens) >= _TOKENS and all(token == tokens[0] for token in tokens):
@@ -128,5 +177,11 @@ def canary_check(canaries: Sequence[Canary], *, dummy_weights: bool) -> Check:
         required="tokens that vary, with finite log probabilities",
         found=found or passed,
         where="answers of the started engine",
-        action="" if result is CheckResult.PASS else "the engine computes garbage: check scales, dtype and the engine log",
+        action="" if result is CheckResult.PASS else _action(failed),
     )
+
+
+def _action(failed: Sequence[Canary]) -> str:
+    if all(canary.rejected for canary in failed):
+        return "the engine answered no request of ours: check its flags against the message"
+    return "the engine computes garbage: check scales, dtype and the engine log"

@@ -66,6 +66,11 @@ class EngineClient:
     def __init__(self, target: str, key: str | None = None) -> None:
         socket = socket_path(target)
         self.target = target
+        if socket is None:
+            try:
+                httpx.URL(target)
+            except httpx.InvalidURL as error:
+                raise UsageError(f"{target!r}: not a URL ({error}); required is http://HOST:PORT or a socket's path") from error
         self._http = httpx.AsyncClient(
             base_url="http://engine" if socket else target,
             transport=httpx.AsyncHTTPTransport(

@@ -95,6 +95,10 @@ def listen_of(command: Command) -> Listen:
     reqs = command.value("--ssl-cert-reqs") or "0"
     if reqs not in ("0", "1", "2"):
         raise UsageError(f"--ssl-cert-reqs {reqs!r}: 0 (none), 1 (optional) or 2 (required)")
+    if command.value("--ssl-certfile") is None:
+        for flag in (*TLS_FLAGS, _TLS_SWITCH):
+            if (use := command.last(flag)) is not None and command.present(flag):
+                raise UsageError(f"{use.where}: TLS needs --ssl-certfile as well; nothing is served in the clear instead")
     return Listen(
         host=command.value("--host") or "0.0.0.0",  # noqa: S104 (vLLM's own default, which the command chose)
         port=port,
@@ -142,6 +146,10 @@ def make_plan(
         edits.drop("--api-key")
         new_env["VLLM_API_KEY"] = keys[0]
         edits.note("--api-key moved to VLLM_API_KEY", "arguments are visible to every user of the machine")
+    elif command.last("--api-key") and keys:
+        edits.drop("--api-key")
+        edits.configure("api-key", list(keys))
+        edits.note("--api-key moved to a private --config file", "arguments are visible to every user of the machine")
 
     _state_dtype(edits, resolution, declared)
     _carry_reader(edits, command, new_env, run_directory)
@@ -203,7 +211,12 @@ class _Edits:
         self._command = command
         self._dropped: set[str] = set()
         self._added: list[str] = []
+        self._configured: dict[str, Any] = {}
         self.changes: list[Change] = []
+
+    def configure(self, key: str, value: Any) -> None:
+        """Say it in the YAML file instead of an argument."""
+        self._configured[key] = value
 
     def drop(self, *names: str) -> None:
         self._dropped.update(names)
@@ -228,12 +241,19 @@ class _Edits:
                 for index in range(use.start, use.start + use.count):
                     keep[index] = False
         gone = {use.key for use in command.uses if not use.count and self._gone(use)}
-        if gone:
+        if gone or self._configured:
             data = {key: value for key, value in (command.config_data or {}).items() if key not in gone}
-            files["config.yaml"] = yaml.safe_dump(data, sort_keys=False)
+            if command.config_path is None and arguments[0].startswith("-"):
+                # With a file, vLLM takes the model from the first word or from the file (0.32.0 argparse_utils.py:535).
+                data["model"] = command.model
+            files["config.yaml"] = yaml.safe_dump({**data, **self._configured}, sort_keys=False)
+            path = str(run_directory / "config.yaml")
             for use in command.uses:
                 if use.name == "--config" and use.count == 2:
-                    arguments[use.start + 1] = str(run_directory / "config.yaml")
+                    arguments[use.start + 1] = path
+            if command.config_path is None:
+                self.add("--config", path)
+        if gone:
             self.note(f"{command.config_path} copied without {', '.join(sorted(gone))}", "kvguard states or owns them")
         kept = [token for token, wanted in zip(arguments, keep, strict=True) if wanted]
         return (*executable, *kept, *self._added), files

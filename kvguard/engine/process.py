@@ -18,6 +18,7 @@ from kvguard.engine.run_directory import process_group_members
 from kvguard.vocabulary import EngineFailed
 
 _PR_SET_CHILD_SUBREAPER = 36
+_TRACKER_ROUNDS = 75  # of 20 ms: how long the engine's resource tracker may take to clean up by itself
 _STARTED: set[int] = set()  # children that we started ourselves and wait for
 _ADOPTS = threading.Event()  # set once every other child of ours is an orphan of the engine
 
@@ -115,15 +116,14 @@ class EngineProcess:
     async def clear(self) -> None:
         """Kill and reap every process of the engine that still exists, and finish relaying its log.
 
+        multiprocessing's resource tracker is left to end by itself first: it unlinks the shared memory of those killed.
         Once done it is not done again: the engine's process id may be another program's by then.
         """
         if self._cleared:
             return
-        for _ in range(200):
-            if not self._ended.is_set():
-                self._signal_group(signal.SIGKILL)
+        for round_ in range(200):
             left = self._left()
-            for pid in left:
+            for pid in left if round_ >= _TRACKER_ROUNDS else (pid for pid in left if not _is_resource_tracker(pid)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             reap_adopted()
@@ -133,10 +133,6 @@ class EngineProcess:
             await asyncio.sleep(0.02)
         for relay in self._relays:
             await asyncio.to_thread(relay.finish, 2.0)
-
-    def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
 
     def _left(self) -> list[int]:
         """Processes of the engine: members of its group, and orphans that we adopted, whatever their group.
@@ -166,6 +162,14 @@ def _adopted() -> list[int]:
 
 def _tree(pid: int) -> list[int]:
     return [pid, *(grandchild for child in children_of(pid) for grandchild in _tree(child))]
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Whether this is multiprocessing's tracker, which unlinks shared memory once everybody else is gone."""
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _lives(pid: int) -> bool:

@@ -91,7 +91,8 @@ class Relay:
     def _take(self, data: bytes) -> None:
         if not data:
             return
-        self._on_bytes(self._name, data)
+        with contextlib.suppress(Exception):  # a reader that fails must not stop the engine's output
+            self._on_bytes(self._name, data)
         with self._changed:
             self._backlog.append(data)
             self._size += len(data)

@@ -25,6 +25,7 @@ _SHOWN_ERRORS = 5
 _GIB = 1024**3
 _MLA_DRAFT_VERSIONS = "0.26.0..0.32.0"
 _OLD_BLOCK_SIZE = 16
+_DEATHS = re.compile(r"died unexpectedly|EngineCore encountered|Engine core initialization failed")
 _POINTERS = re.compile(r"See (?:root cause|stack trace) \(?above", re.IGNORECASE)
 
 
@@ -90,6 +91,11 @@ class LogReader:
             seen = list(self._errors)
         causes = [text for text in seen if not _POINTERS.search(text)]
         return tuple((causes or seen)[-_SHOWN_ERRORS:])
+
+    def cause_of_death(self) -> str:
+        """The first line that says which of the engine's processes died, or ""."""
+        with self._lock:
+            return next((text for text in self._errors if _DEATHS.search(text)), "")
 
     def _append(self, state: _Stream, piece: bytes) -> None:
         room = MAX_LINE - len(state.pending)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Coroutine
 from datetime import UTC, datetime
@@ -182,7 +183,7 @@ class Guard:
         """The last error in the engine's log, whose last line may have no end; "" when there is none."""
         for stream in ("stdout", "stderr"):
             self._log.close(stream)
-        return next(reversed(self._log.last_errors()), "")
+        return self._log.cause_of_death() or next(reversed(self._log.last_errors()), "")
 
     async def _verify(self, client: EngineClient) -> tuple[Evidence, tuple[Check, ...]]:
         """Canaries first, then evidence, so that a one-shot calibration has seen tokens before it is read."""
@@ -196,6 +197,7 @@ class Guard:
             card.get("id", prepared.command.model),
             chat=declared.has_chat_template,
             window=declared.geometry.sliding_window,
+            logits="logits" in (prepared.command.value("--logprobs-mode") or ""),
             max_model_len=length if isinstance(length, int) else declared.max_position_embeddings,
         )
         dummy = prepared.command.value("--load-format") == "dummy"
@@ -273,7 +275,7 @@ class Guard:
         record = build_record(given)
         now = datetime.now(UTC)
         try:
-            path = write_record(record, self._settings.record_directory, now.strftime("%Y%m%dT%H%M%SZ"))
+            path = write_record(record, self._settings.record_directory, now.strftime("%Y%m%dT%H%M%S.%fZ"))
         except (OSError, UsageError) as error:
             log.error("run record could not be written", directory=str(self._settings.record_directory), error=str(error))
             path = None
@@ -310,9 +312,10 @@ class Guard:
         self._board.move(Event.VERDICT_REFUSES, f"refused by policy: {summary}")
         for line in lines:
             log.error("refused", check=line)
+        log.info("run record", path=self._board.status.record_path)
         self._last_words(f"refused by policy: {summary}")
         if self._on_violation is OnViolation.HOLD:
-            log.warning("holding: the engine is stopped; the record and metrics stay readable until SIGTERM")
+            log.warning("holding: no engine runs; the record and metrics stay readable until SIGTERM")
             await self._stop.wait()
         self._board.move(Event.STOP_REQUESTED, self._board.status.reason)
         return ExitCode.POLICY_VIOLATION
@@ -322,7 +325,12 @@ class Guard:
         path = self._settings.termination_log
         if path is None:
             return
-        with contextlib.suppress(OSError), path.open("w", encoding="utf-8") as file:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:  # a FIFO without a reader, say: nobody will read it
+            log.warning("termination log cannot be written", path=str(path), error=error.strerror)
+            return
+        with contextlib.suppress(OSError), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(line[:2000] + "\n")
 
     async def _serve(self, engine: EngineProcess, client: EngineClient) -> int:
@@ -377,6 +385,8 @@ class Guard:
         unhealthy = 0
         while True:
             # 503 is vLLM's word for a dead engine; no answer at all may only be a busy one.
+            if not self._surface.alive:
+                return "goes on, but kvguard's own API port failed"
             unhealthy = unhealthy + 1 if (await client.health()).status == 503 else 0
             if unhealthy >= 3:
                 return "answered /health with an error three times"

@@ -13,6 +13,10 @@ data plane's thread: it must return at once, and must not raise."""
 class Surface(Protocol):
     """The data plane as the guard sees it; its calls return at once or are made on a worker thread."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether it serves; False without having been stopped means that it failed."""
+
     def stop_accepting(self) -> None:
         """Close the listening sockets; requests in flight go on."""
 

@@ -2,10 +2,10 @@ import json
 import math
 
 import pytest
-from checkpoint_fakes import COMPRESSED_TENSORS, MODELOPT, SCHEME, SMOLLM2, f32, files, refusal, scales
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checkpoint_fakes import COMPRESSED_TENSORS, MODELOPT, SCHEME, SMOLLM2, f32, files, refusal, scales
 from kvguard.checkpoint.declared import declare
 from kvguard.checkpoint.models import CheckpointFiles
 from kvguard.vocabulary import ScaleState, Source, Stage, UsageError

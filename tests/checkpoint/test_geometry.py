@@ -1,6 +1,6 @@
 import pytest
-from checkpoint_fakes import SMOLLM2
 
+from checkpoint_fakes import SMOLLM2
 from kvguard.checkpoint.geometry import bytes_per_token, read_geometry
 from kvguard.checkpoint.json_config import Section
 from kvguard.vocabulary import UsageError

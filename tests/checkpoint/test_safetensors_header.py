@@ -4,10 +4,10 @@ import struct
 import time
 
 import pytest
-from checkpoint_fakes import f32, refusal, safetensors, scales
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint_fakes import f32, refusal, safetensors, scales
 from kvguard.checkpoint.models import TensorInfo
 from kvguard.checkpoint.safetensors_header import decode_floats, parse_header
 from kvguard.vocabulary import UsageError

@@ -2,9 +2,9 @@ import json
 
 import pytest
 import typer
-from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
 from typer.testing import CliRunner
 
+from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
 from kvguard.cli import inspect as module
 from kvguard.cli.inspect import inspect, parse_size
 from kvguard.vocabulary import UsageError

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,14 @@ from kvguard.cli import serve
 from kvguard.engine.plan import Listen
 from kvguard.proxy.server import TLS, bind
 from kvguard.vocabulary import EngineDied, EngineFailed, PolicyRefusal, UsageError
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """`main` takes SIGTERM over; pytest shall have it back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from record_samples import claim, layer, sample
 from typer.testing import CliRunner
 
 from kvguard.cli.record import app
 from kvguard.record.build import RecordInput, build_record
 from kvguard.record.store import write_record
 from kvguard.vocabulary import CheckResult, Source, Stage, UsageError
+from record_samples import claim, layer, sample
 
 run = CliRunner()
 

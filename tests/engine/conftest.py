@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from guarded import Guarded
 
+from guarded import Guarded
 from kvguard.demo.environment import ENGINE_VERSION, cpu_supports_fp8_kv, ensure_engine
 from kvguard.demo.model import ensure_model
 from kvguard.demo.variants import ensure_variants

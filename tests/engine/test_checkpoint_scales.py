@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from guarded import Guarded
 
+from guarded import Guarded
 from kvguard.demo.variants import K_SCALE, V_SCALE
 from kvguard.vocabulary import ExitCode
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import httpx
 import openai
 import pytest
-from guarded import Guarded, Reader, stream
 
+from guarded import Guarded, Reader, stream
 from kvguard.vocabulary import ExitCode
 
 POLICY = """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from guarded import Guarded
 
+from guarded import Guarded
 from kvguard.vocabulary import ExitCode
 
 FP8 = "kv_cache: {dtype: fp8_e4m3}"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from guarded import Guarded, Reader
 
+from guarded import Guarded, Reader
 from kvguard.vocabulary import ExitCode
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from guarded import KVGUARD, SMALL, START_LIMIT, Guarded, Reader, engine_environment, free_port
 
+from guarded import KVGUARD, SMALL, START_LIMIT, Guarded, Reader, engine_environment, free_port
 from kvguard.engine.process import children_of
 from kvguard.vocabulary import ExitCode
 

@@ -168,3 +168,59 @@ def test_the_check(canaries: tuple[Canary, ...], dummy: bool, result: CheckResul
     assert bool(check.action) is (result is not CheckResult.PASS)
     for canary in canaries:
         assert canary.problem in check.found
+
+
+class Picky:
+    """Answers some paths, or some bodies, with 400."""
+
+    def __init__(self, *accepted: str, embedding: object = (0.1, -0.2)) -> None:
+        self._accepted = accepted
+        self._embedding = embedding
+
+    async def post(self, path: str, body: dict[str, Any]) -> Answer:
+        kind = path.removeprefix("/v1/") + (" short" if "return_token_ids" in body else "")
+        if kind not in self._accepted:
+            return Answer(status=400, body={"error": {"message": f"{kind} is not for me"}})
+        choice = {"logprobs": answer_of(path), "token_ids": [1, 2]}
+        return Answer(status=200, body={"choices": [choice], "data": [{"embedding": self._embedding}]})
+
+    def send(self, **more: Any) -> tuple[Canary, ...]:
+        given = {"chat": True, "window": None, "max_model_len": 2048, **more}
+        return asyncio.run(send_canaries(cast(EngineClient, self), "m", **given))
+
+
+def test_what_the_engines_flags_forbid_is_left_out() -> None:
+    [short] = Picky("completions short").send()
+    assert (short.name, short.problem) == ("short completion", "")
+    no_chat = Picky("completions").send()
+    assert [(one.name, one.problem) for one in no_chat] == [("completion", ""), ("chat", "")]
+    assert "chat/completions is not for me" in no_chat[1].skipped
+
+
+@pytest.mark.parametrize(
+    ("embedding", "problem"),
+    [
+        ([0.1, -0.2], ""),
+        ([], "an empty embedding"),
+        (None, "an empty embedding"),
+        ([0.1, float("nan")], "invalid value nan in the embedding"),
+        (["x"], "invalid value 'x' in the embedding"),
+    ],
+)
+def test_a_pooling_model_gets_an_embedding(embedding: object, problem: str) -> None:
+    [one] = Picky("embeddings", embedding=embedding).send()
+    assert (one.name, one.problem) == ("embedding", problem)
+
+
+def test_an_engine_that_accepts_nothing_fails_the_start_and_says_its_flags_may_be_why() -> None:
+    sent = Picky().send()
+    check = canary_check(sent, dummy_weights=False)
+    assert check.result is CheckResult.FAIL
+    assert "not accepted: HTTP 400: completions short is not for me" in check.found
+    assert check.action == "the engine answered no request of ours: check its flags against the message"
+
+
+def test_logits_may_be_positive() -> None:
+    assert examine(WORDS, [5.5, *GOOD[1:]], logits=True) == ""
+    for value in (float("nan"), float("inf"), float("-inf")):
+        assert examine(WORDS, [value, *GOOD[1:]], logits=True)

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, f32, refusal, safetensors, scales, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, f32, refusal, safetensors, scales, write
 from kvguard.checkpoint.declared import declare
 from kvguard.engine.checkpoint_files import digest_files, read_checkpoint, resolve_model
 from kvguard.vocabulary import ScaleState, UsageError

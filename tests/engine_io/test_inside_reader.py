@@ -12,11 +12,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from worker_fakes import Storage, Tensor, attention, model, scale, state
 
 from kvguard.engine.client import EVIDENCE_PATH
 from kvguard.evidence.replies import parse_replies
 from kvguard.evidence.tensors import claims
+from worker_fakes import Storage, Tensor, attention, model, scale, state
 
 SECRET = "sesame-and-more"
 

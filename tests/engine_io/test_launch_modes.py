@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from launches import command
 
 from kvguard.engine.command import Command, parse_command, split_words
 from kvguard.engine.plan import degraded_modes, refused_modes
 from kvguard.facts.launch_modes import LaunchMode, launch_modes
+from launches import command
 
 # Every mode of the table: flags (or an environment) that use it, and ones that do not.
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
-from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2
 from hypothesis import given
 from hypothesis import strategies as st
-from launches import command, declared, dtype
 
-from kvguard.engine.command import Command
+from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2
+from kvguard.engine.command import Command, parse_command, split_words
 from kvguard.engine.plan import Plan, listen_of, make_plan
 from kvguard.engine.resolve import resolve
 from kvguard.policy.models import Policy
 from kvguard.vocabulary import UsageError
+from launches import command, declared, dtype
 
 RUN = Path("/run/g/0123abcd")
 EXECUTABLE = ("/e/bin/vllm", "serve")
@@ -132,11 +132,11 @@ def test_cert_reqs_that_is_none() -> None:
         ((), {"VLLM_API_KEY": "from-env"}, ("from-env",), False, "from-env"),
         (("--api-key", "typed"), {"VLLM_API_KEY": "from-env"}, ("typed",), False, "typed"),
         (("--api-key", "one", "--api-key", "two"), {}, ("two",), False, "two"),
-        (("--api-key", "one", "two"), {}, ("one", "two"), True, None),
+        (("--api-key", "one", "two"), {}, ("one", "two"), False, None),
         (("--api-key", ""), {}, (), True, None),
     ],
 )
-def test_a_single_api_key_leaves_the_arguments(
+def test_api_keys_leave_the_arguments(
     argv: tuple[str, ...], env: dict[str, str], keys: tuple[str, ...], in_argv: bool, in_env: str | None
 ) -> None:
     plan = plan_of(command(*argv), env=env)
@@ -148,12 +148,35 @@ def test_a_single_api_key_leaves_the_arguments(
         assert plan.argv[3 : 3 + len(argv)] == argv
 
 
+def test_several_api_keys_go_into_a_private_config_file() -> None:
+    plan = plan_of(command("--api-key", "one", "two", "--max-num-seqs", "8"))
+    assert yaml.safe_load(plan.files["config.yaml"]) == {"api-key": ["one", "two"]}
+    assert ("--config", "/run/g/0123abcd/config.yaml") in pairs(plan)
+    assert "one" not in plan.argv
+    beside = plan_of(command("--api-key", "one", "two", "--config", "/etc/vllm.yaml", config=b"max-num-seqs: 8\n"))
+    assert yaml.safe_load(beside.files["config.yaml"]) == {"max-num-seqs": 8, "api-key": ["one", "two"]}
+    assert [flag for flag, _ in pairs(beside)].count("--config") == 1
+
+
+def test_with_a_file_of_ours_the_model_is_found_wherever_it_stood() -> None:
+    words = split_words(("vllm", "serve", "--enforce-eager", "m", "--api-key", "one", "two"))
+    plan = plan_of(parse_command(words, "0.32.0", lambda _: b""))
+    assert yaml.safe_load(plan.files["config.yaml"]) == {"model": "m", "api-key": ["one", "two"]}
+
+
+def test_tls_without_a_certificate_is_refused() -> None:
+    for argv in (("--ssl-keyfile", "k"), ("--ssl-ca-certs", "c"), ("--enable-ssl-refresh",)):
+        with pytest.raises(UsageError, match="--ssl-certfile"):
+            listen_of(command(*argv))
+
+
 CONFIG = b"""\
 host: 127.0.0.1
 port: 9000
 api_key: [from-yaml]
 worker-extension-cls: a.B
 kv_cache_dtype: auto
+ssl-certfile: /c.pem
 enable-ssl-refresh: true
 served-model-name: [x, y]
 speculative-config: {model: d}
@@ -167,7 +190,7 @@ def test_a_config_file_is_copied_without_what_moves() -> None:
     assert (plan.listen.host, plan.listen.port, plan.api_keys) == ("127.0.0.1", 9000, ("from-yaml",))
     assert plan.env["KVGUARD_INSIDE_EXTENSION"] == "a.B"
     assert "from-yaml" not in repr(plan)
-    removed = "api_key, enable-ssl-refresh, host, kv_cache_dtype, port, worker-extension-cls"
+    removed = "api_key, enable-ssl-refresh, host, kv_cache_dtype, port, ssl-certfile, worker-extension-cls"
     assert f"/etc/vllm.yaml copied without {removed}" in changes(plan)
 
 
@@ -179,7 +202,7 @@ def test_a_config_file_with_nothing_that_moves_is_left_alone() -> None:
 
 
 def test_keys_written_short_are_removed_from_the_copy_too() -> None:
-    plan = plan_of(command("--config", "c.yaml", config=b"worker-ext: a.B\nssl_keyf: k\nmax-num-seqs: 8\n"))
+    plan = plan_of(command("--config", "c.yaml", config=b"worker-ext: a.B\nssl_keyf: k\nssl_certf: c\nmax-num-seqs: 8\n"))
     assert yaml.safe_load(plan.files["config.yaml"]) == {"max-num-seqs": 8}
     assert plan.env["KVGUARD_INSIDE_EXTENSION"] == "a.B"
 
@@ -241,11 +264,11 @@ FLAGS = st.sampled_from(
         ("--api-key", "kkkk"),
         ("--middleware", "x.Y"),
         ("--no-enable-prefix-caching",),
-        ("--ssl-keyfile=k",),
+        ("--ssl-certfile=c",),
         ("--kv-cache-dtype", "auto"),
     ]
 )
-MOVED = ("--host", "--port", "--api-key", "--ssl-keyfile", "--kv-cache-dtype")
+MOVED = ("--host", "--port", "--api-key", "--ssl-certfile", "--kv-cache-dtype")
 
 
 @given(st.lists(FLAGS.map(lambda flag: (flag,) if isinstance(flag, str) else flag), max_size=6))

@@ -118,6 +118,24 @@ def test_the_whole_group_goes(killed: bool) -> None:
     asyncio.run(live())
 
 
+def test_the_resource_tracker_may_finish_its_work() -> None:
+    """It unlinks shared memory after everybody else is gone; killed, it would leave it behind."""
+    tracker = "import os, time; time.sleep(0.3); os.write(1, b'unlinked'); resource_tracker = 1"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {tracker!r}]); print('on', flush=True)\n"
+    code += "time.sleep(600)"
+
+    async def live() -> bytes:
+        engine = Engine(code)
+        await engine.until(lambda: b"on" in engine.seen.get("stdout", b""))
+        os.kill(engine.process.pid, signal.SIGKILL)
+        await engine.process.wait()
+        await engine.process.clear()
+        assert not process_group_members(engine.process.pid)
+        return engine.passed()[0]
+
+    assert asyncio.run(live()) == b"on\nunlinked"
+
+
 def test_what_is_cleared_is_not_cleared_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours later, as when holding, the engine's process id may be somebody else's."""
 

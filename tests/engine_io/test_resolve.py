@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checkpoint_fakes import COMPRESSED_TENSORS, MODELOPT, SMOLLM2
-from launches import command, declared, dtype, policy, resolved
 
+from checkpoint_fakes import COMPRESSED_TENSORS, MODELOPT, SMOLLM2
 from kvguard.engine.resolve import check_typed, model_dtype_of, runs_quantized
 from kvguard.policy.models import Policy
 from kvguard.vocabulary import UsageError
+from launches import command, declared, dtype, policy, resolved
 
 SCHEME: dict[str, Any] = {**SMOLLM2, **COMPRESSED_TENSORS}
 OPT: dict[str, Any] = {**SMOLLM2, **MODELOPT}

@@ -1,6 +1,6 @@
 import pytest
-from checkpoint_fakes import COMPRESSED_TENSORS, MODELOPT, SCHEME, SMOLLM2, f32, files, scales
 
+from checkpoint_fakes import COMPRESSED_TENSORS, MODELOPT, SCHEME, SMOLLM2, f32, files, scales
 from kvguard.checkpoint.declared import declare
 from kvguard.evidence.prediction import predict
 from kvguard.facts.versions import EXAMINED

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from fake_engine import Faulty
 from guarded import Reader
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_fakes import SMOLLM2, write
-from fake_engine import install
 from structlog.testing import capture_logs
 
+from checkpoint_fakes import SMOLLM2, write
+from fake_engine import install
 from kvguard.engine.client import EngineClient
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.guard import lifecycle
@@ -32,6 +32,7 @@ class Surface:
     def __init__(self) -> None:
         self.idle = True
         self.accepting = True
+        self.alive = True
 
     def stop_accepting(self) -> None:
         self.accepting = False

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, refusal, scales, write
 from fake_engine import install
-from launches import policy
-
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.guard.prepare import Prepared, plan_for, prepare, raise_file_limit, stdout_is_terminal
 from kvguard.policy.models import Policy
 from kvguard.verdict.checks import violations
 from kvguard.vocabulary import UsageError
+from launches import policy
 
 BF16 = policy("kv_cache: {dtype: bfloat16}")
 

@@ -100,7 +100,16 @@ def test_metrics_speak_the_scrapers_format(guard):
 
 def test_schema_describes_every_document(guard):
     schema = guard.get("/openapi.json").json()
-    assert set(schema["paths"]) == {"/livez", "/readyz", "/metrics", "/record", "/policy", "/evidence"}
+    assert set(schema["paths"]) == {
+        "/livez",
+        "/readyz",
+        "/metrics",
+        "/record",
+        "/policy",
+        "/evidence",
+        "/shadow",
+        "/shadow/probe",
+    }
     assert {"Ready", "Evidence", "Effective", "Check", "Problem"} <= set(schema["components"]["schemas"])
     assert "503" in schema["paths"]["/readyz"]["get"]["responses"]
     assert guard.get("/docs").status_code == 200

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from record_samples import claim, layer, sample
 
 from kvguard.canonical import sha256_of
 from kvguard.record.build import build_record
 from kvguard.record.digest import content_digest, scales_digest
 from kvguard.record.statement import STAGES, Statement
 from kvguard.vocabulary import CheckResult, Claim, ScaleState, Source, Stage
+from record_samples import claim, layer, sample
 
 
 def digest(record: dict[str, Any]) -> str:

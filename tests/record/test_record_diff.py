@@ -4,11 +4,11 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from record_samples import layer, sample
 
 from kvguard.record.build import RecordInput, build_record
 from kvguard.record.diff import diff_records
 from kvguard.vocabulary import CheckResult, Claim, ScaleState, Source, Stage
+from record_samples import layer, sample
 
 BASE = build_record(sample())
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from record_samples import sample
 
 from kvguard.record.build import build_record
 from kvguard.record.diff import diff_records
@@ -20,6 +19,7 @@ from kvguard.record.digest import content_digest
 from kvguard.record.statement import STAGES, Statement
 from kvguard.record.store import KEPT, default_directory, latest, load_statement, read_record, write_record
 from kvguard.vocabulary import UsageError
+from record_samples import sample
 
 RECORD = build_record(sample())
 NOW = "2025-11-29T15:03:00Z"

@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from shadow_streams import BASE, BASELINE, SAMPLES, TEST, TOLERANCE, scaled, scored, seen
 
 from kvguard.shadow.control import CONTROL, MIN_REQUESTS, noise_floor, positive_control
 from kvguard.shadow.models import UNEXPLAINED, Observation
+from shadow_streams import BASE, BASELINE, SAMPLES, TEST, TOLERANCE, scaled, scored, seen
 
 
 def controlled(control: list[float], healthy: list[float] | None = None) -> list[Observation]:

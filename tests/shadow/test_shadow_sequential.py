@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import shadow_streams as streams
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from shadow_streams import BASE, BASELINE, TEST, TOLERANCE, scaled, scored, seen
 
+import shadow_streams as streams
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation, RequestScore
 from kvguard.shadow.sequential import AlarmState, AlarmTest, Status, Wealth, begin, bet, sighted, update
 from kvguard.vocabulary import UsageError
+from shadow_streams import BASE, BASELINE, TEST, TOLERANCE, scaled, scored, seen
 
 DOCS = Path(__file__).parents[2] / "docs/statistics.md"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, Tensors, scales
-from launches import command, declared, policy
 
+from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, Tensors, scales
 from kvguard.engine.resolve import resolve
 from kvguard.policy.models import Policy
 from kvguard.verdict.before_start import judge_before_start
 from kvguard.verdict.checks import describe, violates, violations
 from kvguard.vocabulary import Check, CheckResult
+from launches import command, declared, policy
 
 SCHEME = {**SMOLLM2, **COMPRESSED_TENSORS}
 ALL = scales(range(30))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales
-from launches import declared, policy
 
+from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales
 from kvguard.policy.models import Policy
 from kvguard.verdict.checks import describe, judge, prediction_check, violates, violations
 from kvguard.vocabulary import Check, CheckResult, Claim, Confidence, Effective, ScaleState, Source, Stage
+from launches import declared, policy
 
 PASS, FAIL, UNVERIFIED, WARN = CheckResult.PASS, CheckResult.FAIL, CheckResult.UNVERIFIED, CheckResult.WARN
 FP8 = policy("kv_cache: {dtype: fp8_e4m3}")
