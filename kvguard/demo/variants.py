@@ -23,6 +23,8 @@ from kvguard.vocabulary import UsageError
 K_SCALE = 0.05
 V_SCALE = 0.02
 
+_RUINED = 0.002  # so small that most keys and many values saturate: answers turn to noise, and stay finite
+
 _WEIGHTS = "model.safetensors"
 _SCALES_FILE = "kv_scales.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -77,6 +79,7 @@ VARIANTS: Mapping[str, Variant] = {
     "kv_scheme_zero_scales": Variant(_COMPRESSED_TENSORS, _every_layer(0.0, 0.0)),
     "kv_scheme_nan_scales": Variant(_COMPRESSED_TENSORS, _every_layer(math.nan, math.nan)),
     "kv_scheme_inf_scales": Variant(_COMPRESSED_TENSORS, _every_layer(math.inf, math.inf)),
+    "kv_scheme_ruined_scales": Variant(_COMPRESSED_TENSORS, _every_layer(_RUINED, _RUINED)),
     "modelopt": Variant(_MODELOPT),
     "toplevel_key": Variant({"kv_cache_dtype": "fp8"}),
 }

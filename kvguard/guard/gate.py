@@ -50,8 +50,8 @@ class Gate:
 class Status(Frozen):
     """Everything the management port shows about one guarded engine.
 
-    `last_verified` is Unix seconds. `record` is the whole run record (in-toto statement) or None before it exists.
-    `policy` is the policy as plain data, None when no policy was given.
+    `unready` is why readiness fails although requests are served, "" when it does not. `last_verified` is Unix
+    seconds. `record_digest` and `record_path` are "" before the record is written.
     """
 
     state: State = State.STARTING
@@ -63,6 +63,7 @@ class Status(Frozen):
     record_path: str = ""
     engine_version: str = ""
     model: str = ""
+    unready: str = ""
     policy_digest: str = ""
     on_violation: str = ""
     gauges: EngineFigures = EngineFigures()

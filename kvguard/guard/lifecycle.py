@@ -28,7 +28,7 @@ from kvguard.guard.shadowing import probe_traffic
 from kvguard.guard.state import Event
 from kvguard.guard.surface import Surface
 from kvguard.guard.verify import Evidence, verify_engine
-from kvguard.policy.models import OnViolation, Policy
+from kvguard.policy.models import OnRegression, OnViolation, Policy
 from kvguard.record.build import build_record
 from kvguard.record.digest import content_digest
 from kvguard.record.statement import Change, Verdict
@@ -385,6 +385,7 @@ class Guard:
         unhealthy = 0
         while True:
             # 503 is vLLM's word for a dead engine; no answer at all may only be a busy one.
+            self._board.update(unready=self._regression())
             if not self._surface.alive:
                 return "goes on, but kvguard's own API port failed"
             unhealthy = unhealthy + 1 if (await client.health()).status == 503 else 0
@@ -402,6 +403,14 @@ class Guard:
                 log.warning("the engine's figures could not be read", error=repr(error))
             reap_adopted()  # we inherit every orphan, and as a container's first process all of them
             await asyncio.sleep(self._settings.refresh)
+
+    def _regression(self) -> str:
+        """Why a shown regression makes this engine unready, "" when it does not by policy."""
+        shadow, policy = self._board.shadow, self._policy
+        if shadow is None or policy is None or policy.shadow.on_regression is not OnRegression.UNREADY:
+            return ""
+        report = shadow.report
+        return f"quality regression: {report.reason}" if report.state == "regression" else ""
 
     async def _drain(self) -> None:
         """Unready at once; accept while routers take note; then finish what is in flight within the grace."""

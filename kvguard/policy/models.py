@@ -146,6 +146,24 @@ class EnginePolicy(Frozen):
     )
 
 
+class OnRegression(StrEnum):
+    """What a proven quality regression does to a serving engine."""
+
+    ALERT = "alert"
+    UNREADY = "unready"
+
+
+class ShadowPolicy(Frozen):
+    """What follows from shadow probes, where they are on."""
+
+    on_regression: OnRegression = Field(
+        default=OnRegression.ALERT,
+        description="What happens when the sequential test shows that answers changed by more than the cache format explains. "
+        "`alert`: the metrics and the log say so. `unready`: readiness fails as well, so that routers send requests elsewhere. "
+        "Default: `alert`, because a measurement must not be what takes a fleet down.",
+    )
+
+
 class Policy(Frozen):
     """One policy file. Every section may be left out."""
 
@@ -153,6 +171,7 @@ class Policy(Frozen):
         default=KVCachePolicy(), description="What the KV cache must be. Default: no requirement beyond integrity."
     )
     engine: EnginePolicy = Field(default=EnginePolicy(), description="What engine may run it. Default: any.")
+    shadow: ShadowPolicy = Field(default=ShadowPolicy(), description="What follows from shadow probes. Default: an alert.")
     on_violation: OnViolation = Field(
         default=OnViolation.REFUSE,
         description="What happens when the engine does not run what is required. `refuse`: stop it and exit 3. `hold`: "

@@ -107,8 +107,8 @@ def management_app(
     )
     async def readyz() -> Response:
         now = status()
-        ready = now.state in READY_STATES
-        return _json(Ready(state=now.state, reason=now.reason), 200 if ready else 503)
+        ready = now.state in READY_STATES and not now.unready
+        return _json(Ready(state=now.state, reason=now.unready or now.reason), 200 if ready else 503)
 
     @app.get(
         "/metrics",

@@ -1,8 +1,8 @@
 """Runs probes on a guarded engine: self-check at start, then live traffic, never on a client's path.
 
-The data plane hands over a finished request's bytes; everything else happens on the control loop: the coin is tossed,
-the request waits for an idle moment, the engine generates again with logprobs, the reference scores the same tokens,
-sums are updated, and the request is forgotten.
+The data plane hands over a finished request, which is read and drawn for there; everything else happens on the control
+loop: the request waits for an idle moment, the engine generates again with logprobs, the reference scores the same
+tokens, sums are updated, and the request is forgotten.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,10 +22,10 @@ import structlog
 from kvguard.engine.client import EngineClient
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.reference.models import EXACT, Choice, Decode, Pass
-from kvguard.shadow.candidate import Candidate, Rules, Skipped, read_request
+from kvguard.shadow.candidate import Candidate, Rules, Skipped, own_limit, read_request
 from kvguard.shadow.control import CONTROL, Control, positive_control
 from kvguard.shadow.fidelity import Fidelity, candidates, choice_named, judge_fidelity
-from kvguard.shadow.models import COST, UNEXPLAINED, Observation, Stratum, stratum
+from kvguard.shadow.models import COST, UNEXPLAINED, Observation, RequestScore, Stratum, stratum
 from kvguard.shadow.prompts import SELF_CHECK
 from kvguard.shadow.replay import Problem, probe_body, read_decode
 from kvguard.shadow.sampler import Item, Sampler
@@ -34,6 +34,7 @@ from kvguard.shadow.sequential import AlarmState, AlarmTest, Status, begin, coll
 from kvguard.shadow.settings import Settings
 from kvguard.shadow.statistics import Measure, Sums, sums_of
 from kvguard.shadow.tally import Drop, Row
+from kvguard.vocabulary import UsageError
 
 log = structlog.get_logger("kvguard")
 
@@ -43,6 +44,7 @@ _TOLERANCE = 0.5  # of the baseline, and at least _LEAST_TOLERANCE nats
 _LEAST_TOLERANCE = 0.02
 _DAMAGED = 0.5  # nats by token that no healthy kernel leaves unexplained (measured: 0.03 to 0.05; ruined scales 4.6)
 _KEPT = 200  # latest observations kept for the positive control
+_LASTING = (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER, Drop.SHUTDOWN)  # what forbids a pass and will not go by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,17 @@ class Scored:
     passes: tuple[Pass, ...] = ()
     seconds: float = 0.0
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """A scored request by label; or the `problem` of a pass; or the `cause` that forbade one. Times in seconds."""
+
+    observation: Observation | None = None
+    problem: str = ""
+    cause: Drop | None = None
+    seconds: float = 0.0
+    longest: float = 0.0
 
 
 class Reference(Protocol):
@@ -106,10 +119,12 @@ class Shadow:
         batch_tokens: int | None,
         batch_sequences: int | None,
         figures: Callable[[], Awaitable[EngineFigures]],
+        base_models: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
-        """`dtype` is the engine's effective KV dtype; `figures` reads its load now."""
+        """`dtype` is the engine's effective KV dtype; `figures` reads its load now; `base_models` are further names of
+        the served model."""
         self._client = client
         self._reference = reference
         self._settings = settings
@@ -118,7 +133,7 @@ class Shadow:
         self._figures = figures
         self._clock = clock
         self._rules = Rules(
-            base_models=frozenset({served_model}),
+            base_models=frozenset({served_model, *base_models}),
             require_opt_in=settings.require_opt_in,
             max_body_bytes=settings.max_body_bytes,
         )
@@ -143,19 +158,29 @@ class Shadow:
         return replace(current, skipped=dict(self._skipped), rows=self._sampler.rows())
 
     def offer(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """A client has its answer: maybe probe its request. Parses the body only once probing is on."""
+        """A client has its answer: maybe probe its request. Parses the body only once probing is on; never raises."""
         if not self._open:
             return
-        read = read_request(path, body, headers, self._rules)
-        if isinstance(read, Skipped):
-            self._skipped[str(read.reason)] += 1
-            return
-        limit = read.body.get("max_tokens") or read.body.get("max_completion_tokens")
-        expected = min(self._settings.max_tokens, limit) if isinstance(limit, int) else self._settings.max_tokens
-        self._sampler.offer(read.stratum, read.estimated_tokens + expected, read, size=read.size)
+        try:
+            read = read_request(path, body, headers, self._rules)
+            if isinstance(read, Skipped):
+                self._skipped[str(read.reason)] += 1
+                return
+            expected = min(self._settings.max_tokens, own_limit(read.body, read.kind) or self._settings.max_tokens)
+            self._sampler.offer(read.stratum, read.estimated_tokens + expected, read, size=read.size)
+        except Exception as error:  # the caller relays requests; the error's text could hold a prompt
+            self._skipped["error"] += 1
+            log.warning("a request could not be offered to shadow probes", error=type(error).__name__)
 
     async def run(self) -> None:
-        """Self-check, then probe until cancelled."""
+        """Self-check, then probe until cancelled. An error that ends probing is raised, and the report says so."""
+        try:
+            await self._run()
+        except Exception as error:
+            self._set(state="refused", reason=f"probing ended unexpectedly ({type(error).__name__})")
+            raise
+
+    async def _run(self) -> None:
         unavailable = await self._reference.unavailable()
         if unavailable:
             self._set(state="refused", reason=unavailable)
@@ -191,24 +216,30 @@ class Shadow:
         control = self._control_choice()
         choices += (control,) if control is not None else ()
         seen: list[Observation] = []
-        for prompt in SELF_CHECK:
+        problems: Counter[str] = Counter()
+        for number, prompt in enumerate(SELF_CHECK):
             await self._quiet()
-            decode, _ = await self._decode_prompt(prompt)
+            decode, problem = await self._decode_prompt(prompt, number)
             if decode is None:
+                problems[f"replay: {problem}"] += 1
                 continue
-            scored = await self._reference.run(decode, choices)
-            if scored.problem:
+            scored = await self._score(decode, choices, 1.0, stratum(len(decode.prompt_ids), 1), self._quiet)
+            if scored.observation is None:
+                problems[scored.problem] += 1
                 log.warning("shadow self-check: a pass failed", problem=scored.problem)
                 continue
-            self._sampler.measured(len(decode.prompt_ids) + len(decode.ids), scored.seconds / len(choices))
-            seen.append(_observe(decode, scored.passes, 1.0, stratum(len(decode.prompt_ids), 1)))
-        if not seen:
-            self._set(state="refused", reason="no self-check prompt could be scored")
+            self._sampler.measured(len(decode.prompt_ids) + len(decode.ids), scored.longest)
+            seen.append(scored.observation)
+        not_a_number = problems[f"replay: {Problem.NAN}"]
+        if not seen and not not_a_number:
+            reason = f"no self-check prompt could be scored: {problems.most_common(1)[0][0]}"
+            self._set(state="refused", reason=reason)
+            log.warning("shadow probes refused", reason=reason)
             return
         fidelity = judge_fidelity(seen, self._dtype)
+        # Where nothing explains the decode, unexplained is the whole difference from the exact pass, here and live.
         self._choice = choice_named(fidelity.explained_by, self._dtype) if fidelity.known else None
-        own = self._choice.label if self._choice else min(fidelity.residuals, key=lambda label: fidelity.residuals[label])
-        named = [_as_live(observation, own) for observation in seen]
+        named = [_as_live(observation, self._own) for observation in seen]
         found = sums_of(named, UNEXPLAINED).estimate(Measure.REQUEST_ABS_DELTA)
         # The upper end: a baseline from a dozen requests that is too low by chance would alarm on a healthy engine.
         baseline = found.high if found.high is not None else (found.value or 0.0)
@@ -223,10 +254,11 @@ class Shadow:
         for observation in named:
             self._remember(observation)
         self._run_control(self._recent)
-        broken = next((how for one in named if (how := collapse_of(one))), "")
+        broken = "nan logprob" if not_a_number else next((how for one in named if (how := collapse_of(one))), "")
         if broken or baseline > _DAMAGED:
             reason = f"the self-check shows damage: {broken or f'unexplained |Δ logprob| {baseline:.3g} by token'}"
-            self._set(state="regression", reason=reason, alarm=replace(begin(test), regression=reason))
+            alarm = self._report.alarm or begin(test)
+            self._set(state="regression", reason=reason, alarm=replace(alarm, regression=reason))
             log.error("shadow self-check", reason=reason)
         log.info(
             "shadow self-check",
@@ -240,21 +272,24 @@ class Shadow:
         """Wait until no client's request waits or runs: the self-check is never in anybody's way."""
         while True:
             load = await self._figures()
-            if not load.waiting and not load.running:
-                return
+            if load.waiting == 0 and load.running == 0:
+                return None
+            self._set(reason="the self-check waits for a moment without clients' requests")
             await asyncio.sleep(_IDLE)
 
-    async def _decode_prompt(self, prompt: str) -> tuple[Decode | None, float]:
-        body = {"model": self._served_model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
-        candidate = Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
-        return await self._decode(candidate, greedy=True)
+    async def _decode_prompt(self, prompt: str, number: int) -> tuple[Decode | None, str]:
+        """Decoded as live replays are, since the baseline is held against them; a seed makes two starts agree."""
+        decode, problem, _ = await self._decode(_chat(prompt, seed=number), greedy=self._settings.greedy)
+        return decode, problem
 
-    async def _decode(self, candidate: Candidate, *, greedy: bool) -> tuple[Decode | None, float]:
-        """The engine's own decode of a request, and the seconds it took; None when it cannot be had."""
+    async def _decode(
+        self, candidate: Candidate, *, greedy: bool, max_tokens: int | None = None
+    ) -> tuple[Decode | None, str, float]:
+        """The engine's own decode of a request, why there is none, and the seconds it took."""
         path, body = probe_body(
             candidate,
             served_model=self._served_model,
-            max_tokens=self._settings.max_tokens,
+            max_tokens=max_tokens or self._settings.max_tokens,
             greedy=greedy,
             salt=secrets.token_hex(16),
         )
@@ -264,41 +299,78 @@ class Shadow:
         read = read_decode(candidate.kind, answer.body if isinstance(answer.body, dict) else {})
         if isinstance(read, Problem):
             if read is Problem.NAN:
-                self._collapsed("NaN log probabilities")
+                self._collapsed("nan logprob")
             self._skipped[f"replay: {read}"] += 1
-            return None, seconds
-        return read, seconds
+            return None, str(read), seconds
+        return read, "", seconds
+
+    async def _score(
+        self,
+        decode: Decode,
+        choices: Sequence[Choice],
+        weight: float,
+        where: Stratum,
+        before: Callable[[], Awaitable[Drop | None]] | None = None,
+    ) -> _Passes:
+        """One pass after the other, each a question of its own, so that a stall is never longer than one pass.
+
+        `before` is awaited ahead of each; a Drop from it ends the matter.
+        """
+        passes: list[Pass] = []
+        seconds = longest = 0.0
+        for choice in choices:
+            cause = await before() if before is not None else None
+            if cause is not None:
+                return _Passes(seconds=seconds, longest=longest, cause=cause)
+            scored = await self._reference.run(decode, [choice])
+            seconds, longest = seconds + scored.seconds, max(longest, scored.seconds)
+            if scored.problem:
+                return _Passes(problem=scored.problem, seconds=seconds, longest=longest)
+            passes += scored.passes
+        try:
+            observation = _observe(decode, passes, weight, where)
+        except UsageError as error:
+            return _Passes(problem=str(error), seconds=seconds, longest=longest)
+        return _Passes(observation=observation, seconds=seconds, longest=longest)
 
     # ---- live probes
 
     async def _probe(self, item: Item[Candidate]) -> None:
-        decode, decode_seconds = await self._decode(item.payload, greedy=self._settings.greedy)
+        decode, _, decode_seconds = await self._decode(item.payload, greedy=self._settings.greedy)
         if decode is None:
             self._sampler.drop(item, Drop.REPLAY, decode_seconds)
             return
         tokens = len(decode.prompt_ids) + len(decode.ids)
-        while True:  # the load may have changed while the engine generated
-            load = await self._figures()
-            cause = self._sampler.clearance(self._clock(), tokens, load.waiting, load.kv_pinned_ratio, load.running)
-            if cause is None:
-                break
-            if self._sampler.expired(item, self._clock()) or cause in (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER):
-                self._sampler.drop(item, cause, decode_seconds)
-                return
-            await asyncio.sleep(_IDLE)
+        running = 1.0
+
+        async def cleared() -> Drop | None:  # the load may have changed while the engine generated
+            nonlocal running
+            while True:
+                load = await self._figures()
+                running = max(load.running or 1.0, running)
+                cause = self._sampler.clearance(self._clock(), tokens, load.waiting, load.kv_pinned_ratio, load.running)
+                if cause is None or cause in _LASTING or self._sampler.expired(item, self._clock()):
+                    return cause
+                await asyncio.sleep(_IDLE)
+
         choices = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else [])]
         control = self._control_choice()
         choices += [control] if control is not None else []
-        scored = await self._reference.run(decode, choices)
-        if scored.problem:
+        scored = await self._score(decode, choices, item.weight, item.stratum, cleared)
+        engine_seconds = decode_seconds / running + scored.seconds
+        if scored.cause is not None:
+            self._sampler.drop(item, scored.cause, engine_seconds)
+        elif scored.observation is None:
             log.warning("shadow probe failed; probes pause", problem=scored.problem)
-            self._sampler.failed(item, decode_seconds + scored.seconds)
-            return
-        engine_seconds = decode_seconds / max(load.running or 1.0, 1.0) + scored.seconds
-        self._sampler.done(item, tokens=tokens, pass_seconds=scored.seconds / len(choices), engine_seconds=engine_seconds)
-        own = self._choice.label if self._choice is not None else EXACT.label
-        observation = _observe(decode, scored.passes, item.weight, item.stratum)
-        self._count(_as_live(observation, own), scored.seconds)
+            self._sampler.failed(item, engine_seconds)
+        else:
+            self._sampler.done(item, tokens=tokens, pass_seconds=scored.longest, engine_seconds=engine_seconds)
+            self._count(_as_live(scored.observation, self._own), scored.seconds)
+
+    @property
+    def _own(self) -> str:
+        """Label of the pass that stands for the engine's own arithmetic."""
+        return self._choice.label if self._choice is not None else EXACT.label
 
     def _control_choice(self) -> Choice | None:
         """A coarser format than the engine's own: what the alarm must be able to see."""
@@ -320,7 +392,7 @@ class Shadow:
         if alarm is not None and report.alarm is not None and alarm.status is not report.alarm.status:
             level = log.error if alarm.status is Status.REGRESSION else log.info
             level("shadow alarm", status=str(alarm.status), reason=alarm.reason)
-        collapsed = int(any(one.collapse for one in observation.scores.values()))
+        collapsed = int(bool(collapse_of(observation)))
         self._remember(observation)
         self._set(
             state=_state_of(alarm),
@@ -333,8 +405,13 @@ class Shadow:
         )
 
     def _collapsed(self, how: str) -> None:
+        """An answer that is broken before anything can be compared. The alarm counts it as any collapse."""
         log.error("shadow probe: the engine's answer collapsed", how=how)
         self._set(collapsed=self._report.collapsed + 1)
+        if self._report.alarm is not None:
+            broken = RequestScore(0, 0.0, 0.0, 0, None, 0.0, 0.0, 0.0, how)
+            alarm = update(self._report.alarm, Observation(1.0, stratum(0, 1), {UNEXPLAINED: broken}))
+            self._set(alarm=alarm, state=_state_of(alarm), reason=alarm.reason)
 
     def _remember(self, observation: Observation) -> None:
         self._recent = [*self._recent[1 - _KEPT :], observation]
@@ -344,12 +421,8 @@ class Shadow:
         alarm = self._report.alarm
         if alarm is None:
             return
-        if not self._reference.choices_possible:
-            blind = "this reference cannot make a positive control"
-            self._set(alarm=sighted(alarm, blind), state="blind", reason=blind)
-            return
-        control = positive_control(observations, alarm.test)
-        alarm = sighted(alarm, control.blind)
+        control = positive_control(observations, alarm.test) if self._reference.choices_possible else None
+        alarm = sighted(alarm, control.blind if control is not None else "this reference cannot make a positive control")
         self._set(control=control, alarm=alarm, state=_state_of(alarm), reason=alarm.reason)
 
     # ---- one shot
@@ -365,27 +438,25 @@ class Shadow:
         problems: list[str] = []
         wanted = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else []), *choices]
         for number, prompt in enumerate(prompts, 1):
-            body = {
-                "model": self._served_model,
-                "messages": [{"role": "user", "content": prompt}],
-                "max_tokens": max_tokens,
-            }
-            candidate = Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
-            decode, _ = await self._decode(candidate, greedy=greedy)
+            decode, problem, _ = await self._decode(_chat(prompt), greedy=greedy, max_tokens=max_tokens)
             if decode is None:
-                problems.append(f"prompt {number}: the engine's answer could not be scored")
+                problems.append(f"prompt {number}: the engine's answer could not be scored ({problem})")
                 continue
-            scored = await self._reference.run(decode, wanted)
-            if scored.problem:
+            scored = await self._score(decode, wanted, 1.0, stratum(len(decode.prompt_ids), 1))
+            if scored.observation is None:
                 problems.append(f"prompt {number}: {scored.problem}")
                 continue
-            own = self._choice.label if self._choice is not None else EXACT.label
-            observation = _observe(decode, scored.passes, 1.0, stratum(len(decode.prompt_ids), 1))
-            found.append(_as_live(observation, own, [choice.label for choice in choices]))
+            found.append(_as_live(scored.observation, self._own, [choice.label for choice in choices]))
         return found, problems
 
     def _set(self, **changes: Any) -> None:
         self._report = replace(self._report, **changes)
+
+
+def _chat(prompt: str, **sampling: int) -> Candidate:
+    """A chat of one turn."""
+    body = {"messages": [{"role": "user", "content": prompt}], **sampling}
+    return Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
 
 
 def _max_weight(settings: Settings) -> float:

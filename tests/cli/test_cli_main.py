@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from guarded import KVGUARD
 from kvguard.cli import main as command
 from kvguard.cli import serve
 from kvguard.engine.plan import Listen
@@ -94,3 +96,14 @@ def test_our_own_start_counts_as_our_time(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Path, "read_text", unreadable)
     assert time.monotonic() - serve._process_start() < 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_do_not_hurt(closed: str) -> None:
+    """A file of ours must not take their numbers: it would get the engine's output."""
+    done = subprocess.run(
+        ["sh", "-c", f"exec {KVGUARD} --version {closed}"], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("kvguard ") is (" >&-" not in f" {closed}")
+    assert done.stderr == ""

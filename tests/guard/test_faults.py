@@ -144,7 +144,7 @@ def test_warn_serves_and_says_so(start: Callable[..., Faulty]) -> None:
 
 def test_refused_before_the_start(start: Callable[..., Faulty]) -> None:
     run = start("--kv-cache-dtype", "fp8_e5m2")
-    assert run.wait_exit(10) == 3
+    assert run.wait_exit(20) == 3
     assert not (run.notes / "started").exists()
     assert run.record()["predicate"]["plan"]["refusal"] == run.termination_log.read_text().strip().removeprefix(
         "refused by policy: "
@@ -172,7 +172,7 @@ def test_a_killed_engine_takes_its_orphans_with_it(start: Callable[..., Faulty])
     reader = Reader(run)
     assert reader.began.wait(10)
     os.kill(engine, signal.SIGKILL)
-    assert run.wait_exit(10) == 5
+    assert run.wait_exit(20) == 5
     assert not lives(orphan)
     reader.join(10)
     events = reader.events()
@@ -187,7 +187,7 @@ def test_an_engine_that_ends_by_itself_while_draining(start: Callable[..., Fault
     run.process.send_signal(signal.SIGTERM)
     run.wait_state("draining")
     os.kill(run.note("started")[0], signal.SIGKILL)
-    assert run.wait_exit(10) == 5
+    assert run.wait_exit(20) == 5
 
 
 # Signals
@@ -207,7 +207,7 @@ def test_stopped_before_it_served(start: Callable[..., Faulty], fault: str, stat
     assert run.api("/v1/models").status_code == 503
     begun = time.monotonic()
     assert run.stop(number) == 0
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 8
     run.assert_nothing_left()
 
 
@@ -241,7 +241,7 @@ def test_an_engine_that_ignores_sigterm_ends_within_the_grace(start: Callable[..
     run = start(faults=["stubborn"], options=("--settle", "5", "--grace", "2")).wait_ready()
     begun = time.monotonic()
     assert run.stop() == 0
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 7
     assert "cut off" not in run.err
     run.assert_nothing_left()
 
@@ -322,7 +322,7 @@ def taken() -> Iterator[int]:
 
 def test_a_port_that_is_taken_is_known_before_the_start(start: Callable[..., Faulty], taken: int) -> None:
     for run in (start("--port", str(taken)), start(options=("--management-port", str(taken)))):
-        assert run.wait_exit(10) == 2
+        assert run.wait_exit(20) == 2
         assert f"cannot listen on 127.0.0.1:{taken}: another process has this port" in run.err
         assert not (run.notes / "started").exists()
         assert not run.run_base.exists()
@@ -331,18 +331,25 @@ def test_a_port_that_is_taken_is_known_before_the_start(start: Callable[..., Fau
 
 def test_certificates_that_cannot_be_read_are_known_before_the_start(start: Callable[..., Faulty]) -> None:
     run = start("--ssl-certfile", "/none/c.pem", "--ssl-keyfile", "/none/k.pem")
-    assert run.wait_exit(10) == 2
+    assert run.wait_exit(20) == 2
     assert "/none/c.pem" in run.err
     assert not (run.notes / "started").exists()
 
 
-def test_a_unix_socket_is_taken_over_from_the_dead_only(start: Callable[..., Faulty]) -> None:
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
     path = Path(f"/tmp/kvgt-api-{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_a_unix_socket_is_taken_over_from_the_dead_only(start: Callable[..., Faulty], socket_path: Path) -> None:
+    path = socket_path
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as theirs:
         theirs.bind(str(path))
         theirs.listen()
         run = start("--uds", str(path))
-        assert run.wait_exit(10) == 2
+        assert run.wait_exit(20) == 2
         assert f"cannot listen on the Unix socket {path}: Address already in use" in run.err
         assert path.exists()
     run = start("--uds", str(path)).wait_ready()
@@ -354,7 +361,7 @@ def test_a_unix_socket_is_taken_over_from_the_dead_only(start: Callable[..., Fau
 
 def test_a_command_that_is_not_run_is_one_line_and_exit_2(start: Callable[..., Faulty]) -> None:
     run = start("--headless")
-    assert run.wait_exit(10) == 2
+    assert run.wait_exit(20) == 2
     assert run.err.startswith("kvguard: launch mode headless: not guarded")
     assert run.err.count("\n") == 1
     assert not (run.notes / "started").exists()

@@ -173,3 +173,26 @@ def test_how_long_a_prompt_may_be_is_what_the_engine_says(life: Callable[..., Li
     assert one.live(stop) == 0
     [canaries] = [check for check in one.board.status.checks if check.name == "canaries"]
     assert canaries.found == "completion (ok), beyond_window (no prompt is longer than the window of 2040)"
+
+
+def test_an_api_port_that_fails_is_noticed(life: Callable[..., Life]) -> None:
+    one = life()
+
+    async def fail() -> None:
+        one.surface.alive = False
+
+    assert one.live(fail) == 5
+    assert one.board.status.reason == "the engine goes on, but kvguard's own API port failed while serving"
+
+
+def test_a_termination_log_that_nobody_reads_holds_nothing_up(life: Callable[..., Life], tmp_path: Path) -> None:
+    fifo = tmp_path / "termination-log"
+    os.mkfifo(fifo)
+    one = life("exits", termination_log=fifo)
+
+    async def nothing() -> None:
+        """It ends by itself."""
+
+    with capture_logs() as logs:
+        assert one.live(nothing) == 4
+    assert [entry["path"] for entry in logs if "termination log cannot be written" in entry["event"]] == [str(fifo)]

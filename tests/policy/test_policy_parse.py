@@ -64,7 +64,7 @@ def test_everything_may_be_left_out(text: bytes) -> None:
         ),
         (
             b"min-confidence: proven",
-            "policy.yaml line 1: min-confidence: unknown key; allowed: kv_cache, engine, on_violation",
+            "policy.yaml line 1: min-confidence: unknown key; allowed: kv_cache, engine, shadow, on_violation",
         ),
         (
             b"kv_cache:\n  min-confidence: proven",
@@ -88,7 +88,7 @@ def test_everything_may_be_left_out(text: bytes) -> None:
         (b"kv_cache:\n  dtype: [[fp8]]", "line 2: kv_cache.dtype[0]: takes one value, found a list"),
         (b"kv_cache: fp8", "line 1: kv_cache: must be a section with the keys dtype, scales"),
         (b"kv_cache: [dtype]", "line 1: kv_cache: must be a section"),
-        (b"- a", "policy.yaml line 1: must be a section with the keys kv_cache, engine, on_violation"),
+        (b"- a", "policy.yaml line 1: must be a section with the keys kv_cache, engine, shadow, on_violation"),
         (b"fp8", "policy.yaml line 1: must be a section"),
         (b"kv_cache:\n  skip_layers: 0,1", "line 2: kv_cache.skip_layers: '0,1' is not a layer's index"),
         (b"kv_cache:\n  skip_layers: [-1]", "'-1' is not a layer's index"),
