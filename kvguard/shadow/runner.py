@@ -273,7 +273,7 @@ class Shadow:
         while True:
             load = await self._figures()
             if load.waiting == 0 and load.running == 0:
-                return None
+                return
             self._set(reason="the self-check waits for a moment without clients' requests")
             await asyncio.sleep(_IDLE)
 
