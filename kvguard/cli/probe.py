@@ -65,9 +65,10 @@ def read_prompts(path: Path | None) -> list[str]:
     """Prompts of a file: JSON lines with `prompt`, or one a line. Raises UsageError naming file and line."""
     if path is None:
         return list(SELF_CHECK)
-    text = read_regular_file(path, _FILE_LIMIT, "prompt file").decode("utf-8", "replace")
+    text = read_regular_file(path, _FILE_LIMIT, "prompt file").decode("utf-8-sig", "replace")
+    name = printable(str(path))
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON may hold other line separators as they are
         if not line.strip():
             continue
         if not line.lstrip().startswith("{"):
@@ -75,13 +76,15 @@ def read_prompts(path: Path | None) -> list[str]:
             continue
         try:
             prompt = json.loads(line).get("prompt")
-        except ValueError as error:
-            raise UsageError(f"prompt file {path} line {number}: not JSON: {error}") from error
+            if isinstance(prompt, str):
+                prompt.encode()  # an escaped lone surrogate is JSON, and no text
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"prompt file {name} line {number}: not JSON: {error}") from error
         if not isinstance(prompt, str) or not prompt:
-            raise UsageError(f"prompt file {path} line {number}: a text under the key `prompt` is required")
+            raise UsageError(f"prompt file {name} line {number}: a text under the key `prompt` is required")
         found.append(prompt)
     if not found:
-        raise UsageError(f"prompt file {path}: no prompt in it")
+        raise UsageError(f"prompt file {name}: no prompt in it")
     return found
 
 
@@ -93,9 +96,9 @@ def _ask(
         answer = httpx.post(f"{url.rstrip('/')}/shadow/probe", json=question, timeout=_TIMEOUT, trust_env=False)
         document = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise UsageError(f"{printable(url)}: no management port of kvguard answers there ({error})") from error
-    if answer.status_code != httpx.codes.OK:
-        raise UsageError(f"{printable(url)}: {_problem(document)}")
+        raise UsageError(f"{printable(url)}: no management port of kvguard answers there ({printable(str(error))})") from error
+    if answer.status_code != httpx.codes.OK or not isinstance(document, dict) or "estimates" not in document:
+        raise UsageError(f"{printable(url)}: HTTP {answer.status_code}: {printable(_problem(document))}")
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return
@@ -103,11 +106,12 @@ def _ask(
 
 
 def _problem(document: Any) -> str:
-    detail = document.get("detail") if isinstance(document, dict) else document
-    if isinstance(detail, list) and detail:
-        first = detail[0]
+    detail = document.get("detail", document.get("error")) if isinstance(document, dict) else document
+    if isinstance(detail, dict):
+        detail = detail.get("message")
+    if isinstance(detail, list) and detail and isinstance(first := detail[0], dict):
         return f"{'.'.join(map(str, first.get('loc', ())))}: {first.get('msg')}"
-    return str(detail)
+    return str(detail or "no answer of kvguard's management port")
 
 
 def show(document: dict[str, Any], console: Console) -> None:

@@ -144,14 +144,17 @@ class EngineClient:
     ) -> Answer:
         """Put a question to every worker through the reader inside; the reply document is in `body`, as bytes.
 
-        One question at a time: while an earlier one is unanswered, this one is not sent. An answer that comes after
-        the deadline is discarded. Whoever reads an answer to another question calls `close_channel`, because the
-        engine's replies have lost step.
+        One question at a time: this one is sent when the earlier one is answered, or not at all when that takes longer
+        than `deadline`. An answer that comes after the deadline is discarded. Whoever reads an answer to another question
+        calls `close_channel`, because the engine's replies have lost step.
         """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + deadline
+        while self._pending is not None and not self._pending.done():
+            if not (await asyncio.wait({self._pending}, timeout=max(0.0, until - loop.time())))[0]:
+                return Answer(error="an earlier question to the workers is still unanswered")
         if self._closed:
             return Answer(error=self._closed)
-        if self._pending is not None and not self._pending.done():
-            return Answer(error="an earlier question to the workers is still unanswered")
         # Waited for without cancelling it: a collective_rpc that is given up leaves replies behind.
         self._pending = asyncio.create_task(
             self._request(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import structlog
 
 from kvguard.engine.client import EngineClient, model_cards
@@ -31,7 +33,16 @@ async def probe_traffic(
     """Probe until cancelled, when that is on. Whatever goes wrong is logged, and never a client's concern."""
     if settings.shadow == SHADOW_OFF:
         return
+    try:
+        await _probe_traffic(client, secret, settings, board, surface, limits, model)
+    except Exception as error:  # a bug in probing must not end serving; what the error says could hold a prompt
+        where = "".join(traceback.format_tb(error.__traceback__))
+        log.error("shadow probing ended unexpectedly; serving goes on without it", error=type(error).__name__, traceback=where)
 
+
+async def _probe_traffic(
+    client: EngineClient, secret: str, settings: Settings, board: Board, surface: Surface, limits: Limits, model: str
+) -> None:
     async def figures() -> EngineFigures:
         """The engine's load now; empty when its metrics cannot be read."""
         try:
@@ -42,12 +53,13 @@ async def probe_traffic(
 
     other = None if settings.shadow == SHADOW_IN_ENGINE else EngineClient(settings.shadow)
     reference: Reference = InEngine(client, secret) if other is None else External(other, board.status.engine_version)
-    names = [card.get("id") for card in model_cards(await client.models()) if not card.get("parent")]
+    names = [str(card["id"]) for card in model_cards(await client.models()) if not card.get("parent")]
     shadow = Shadow(
         client,
         reference,
         settings.shadow_settings,
-        served_model=str(names[0]) if names else model,
+        served_model=names[0] if names else model,
+        base_models=names,
         dtype=board.status.effective.dtype,
         batch_tokens=limits.max_num_batched_tokens if other is None else None,
         batch_sequences=limits.max_num_seqs,
@@ -57,8 +69,6 @@ async def probe_traffic(
     surface.set_tap(shadow.offer)
     try:
         await shadow.run()
-    except Exception:  # a bug in probing must not end serving
-        log.exception("shadow probing ended unexpectedly; serving goes on without it")
     finally:
         surface.set_tap(None)
         if other is not None:

@@ -93,13 +93,23 @@ class Forwarder:
         exchange.on_first_byte = lambda seconds: self.observer.first_byte(route, seconds)
         try:
             await exchange.run()
-            if self.tap is not None and exchange.status == _OK and exchange.outcome is Outcome.OK:
-                self.tap(scope["path"], scope["headers"], exchange.body)
+            if exchange.status == _OK and exchange.outcome is Outcome.OK:
+                self._show(scope, exchange.body)
         finally:
             self.observer.finished(route, scope["method"], exchange.status, exchange.elapsed(), exchange.outcome)
             self.in_flight.leave()
             if exchange.failure:
                 log.warning("engine failed a request", route=route, status=exchange.status, failure=exchange.failure)
+
+    def _show(self, scope: Scope, body: bytes) -> None:
+        """To the tap, whose errors are never the client's."""
+        tap = self.tap  # another thread may take it away
+        if tap is None:
+            return
+        try:
+            tap(scope["path"], scope["headers"], body)
+        except Exception as error:  # its text could hold the request
+            log.warning("an answered request could not be shown to probes", error=type(error).__name__)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()

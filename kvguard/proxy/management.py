@@ -164,7 +164,10 @@ def management_app(
         summary="Probe these prompts now; estimates only come back",
     )
     async def shadow_probe(question: Probe) -> Response:
-        return _document(await probe(question) if probe is not None else None, _SHADOW_OFF)
+        found = await probe(question) if probe is not None else None
+        report = shadow() or {}
+        why = f"shadow probes are {report['state']}: {report['reason']}" if report.get("reason") else _SHADOW_OFF
+        return _document(found, why)
 
     return app
 

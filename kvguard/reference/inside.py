@@ -84,8 +84,8 @@ async def run_passes(client: EngineClient, secret: str, decode: Decode, choices:
     seconds = max(reply.seconds for reply in replies)
     try:
         passes = tuple(_read_pass(data, decode) for data in with_logits[0].passes)
-    except (KeyError, TypeError, ValueError) as error:
-        return PassResult(seconds=seconds, problem=f"a pass was not understood: {type(error).__name__}: {error}")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        return PassResult(seconds=seconds, problem=f"a pass was not understood: {type(error).__name__}")
     if len(passes) != len(choices):
         return PassResult(seconds=seconds, problem=f"{len(choices)} passes were asked for, {len(passes)} came")
     return PassResult(passes=passes, seconds=seconds)
@@ -122,5 +122,5 @@ def _read_pass(data: dict[str, Any], decode: Decode) -> Pass:
     )
     lengths = {len(result.logprobs), len(result.top1), len(result.at), len(decode.ids)}
     if len(lengths) != 1:
-        raise ValueError(f"{len(result.logprobs)} positions for {len(decode.ids)} tokens")
+        raise ValueError("as many positions as generated tokens are required")
     return result

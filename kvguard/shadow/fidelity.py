@@ -60,9 +60,9 @@ def judge_fidelity(observations: Sequence[Observation], dtype: str) -> Fidelity:
     labels = [choice.label for choice in candidates(dtype)]
     residuals = {label: value for label in labels if (value := _residual(observations, label)) is not None}
     if len(residuals) < 2 or len(observations) < 2:
-        return Fidelity(
-            explained_by=NEITHER, residuals=residuals, requests=len(observations), reason="too few requests were scored"
-        )
+        alone = residuals and len(observations) >= 2
+        reason = "the reference has no fake-quantized passes to compare with" if alone else "too few requests were scored"
+        return Fidelity(explained_by=NEITHER, residuals=residuals, requests=len(observations), reason=reason)
     best = min(residuals, key=lambda label: residuals[label])
     shown = ", ".join(f"{label} {value:.4f}" for label, value in sorted(residuals.items(), key=lambda item: item[1]))
     # On a 16-bit engine the exact pass must beat what a quantized cache would give, else the pass is not a reference.

@@ -28,7 +28,7 @@ from kvguard.shadow.fidelity import Fidelity, candidates, choice_named, judge_fi
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation, RequestScore, Stratum, stratum
 from kvguard.shadow.prompts import SELF_CHECK
 from kvguard.shadow.replay import Problem, probe_body, read_decode
-from kvguard.shadow.sampler import Item, Sampler
+from kvguard.shadow.sampler import Item, Sampler, inclusion_probability
 from kvguard.shadow.scoring import score
 from kvguard.shadow.sequential import AlarmState, AlarmTest, Status, begin, collapse_of, sighted, update
 from kvguard.shadow.settings import Settings
@@ -187,6 +187,8 @@ class Shadow:
             log.warning("shadow probes refused", reason=unavailable)
             return
         await self._self_check()
+        if self._report.alarm is None:
+            return
         self._open = True
         controlled = self._clock()
         try:
@@ -223,7 +225,8 @@ class Shadow:
             if decode is None:
                 problems[f"replay: {problem}"] += 1
                 continue
-            scored = await self._score(decode, choices, 1.0, stratum(len(decode.prompt_ids), 1), self._quiet)
+            where = stratum(len(decode.prompt_ids), 1)
+            scored = await self._score(decode, choices, _weight(self._settings, where), where, self._quiet)
             if scored.observation is None:
                 problems[scored.problem] += 1
                 log.warning("shadow self-check: a pass failed", problem=scored.problem)
@@ -457,6 +460,12 @@ def _chat(prompt: str, **sampling: int) -> Candidate:
     """A chat of one turn."""
     body = {"messages": [{"role": "user", "content": prompt}], **sampling}
     return Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
+
+
+def _weight(settings: Settings, where: Stratum) -> float:
+    """The weight a live request of this stratum has, so that the positive control bets as the live alarm does."""
+    probability = inclusion_probability(settings, where)
+    return 1.0 / probability if probability > 0 else 1.0
 
 
 def _max_weight(settings: Settings) -> float:

@@ -20,6 +20,8 @@ NAME = "kvguard"
 """What each line begins with, or is the `logger` of."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+# Local variables stay out of tracebacks: they can be keys, and prompts.
+_TRACEBACKS = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 _PAIRS = structlog.processors.LogfmtRenderer(bool_as_flag=False)
 
 # Libraries whose routine messages say nothing about the guarded engine.
@@ -74,9 +76,10 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 def _renderer(json: bool | None) -> list[Processor]:
     if json:
-        return [_named, structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        return [_named, structlog.processors.ExceptionRenderer(_TRACEBACKS), structlog.processors.JSONRenderer()]
     if json is None and sys.stderr.isatty():
-        return [structlog.dev.ConsoleRenderer(colors=True), _prefixed]
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=True, exception_formatter=plain), _prefixed]
     return [structlog.processors.format_exc_info, _plain]
 
 

@@ -36,7 +36,7 @@ SHADOW_FAMILIES = (
 )
 
 _SUMS = ("clusters", "w", "ww", "wn", "ws", "ws_ws", "ws_wn", "wn_wn")
-_MAX_REASONS = 24
+_MAX_REASONS = 30  # more than there are: candidate.Reason and replay.Problem are closed sets
 
 
 class ShadowCollector(Collector):

@@ -21,6 +21,7 @@ from typing import Any
 
 PATH = "/_kvguard/inside/"
 _METHODS = {"evidence": "kvguard_read", "inexact": "kvguard_inexact", "reference": "kvguard_reference"}
+_WITH_QUESTION = {"kvguard_reference"}
 _MAX_QUESTION = 8 * 1024 * 1024  # bytes of a question's body
 _MAX_SCALES = 4096  # values of one scale tensor that are reported
 
@@ -247,7 +248,10 @@ def _inexact(worker: Any) -> list[str]:
         reasons.append("LoRA enabled: a forward outside the runner keeps the last request's adapter")
     if getattr(config.model_config, "uses_mrope", False):
         reasons.append("multimodal rotary positions")
-    for name, layer in _attention_layers(worker.model_runner).items():
+    layers = _attention_layers(worker.model_runner)
+    if not layers:
+        reasons.append("no attention layer with a KV cache was found")
+    for name, layer in layers.items():
         impl = getattr(layer, "impl", None)
         kind = type(layer).__name__
         if kind != "Attention" or impl is None:
@@ -445,7 +449,9 @@ class EvidenceMiddleware:
         nonce = headers.get(b"x-kvguard-nonce", b"").decode("ascii", "replace")
         try:
             question = json.loads(await _body(receive)) if scope["method"] == "POST" else None
-        except ValueError as error:
+            if isinstance(question, dict) != (method in _WITH_QUESTION):  # the method would raise in the worker
+                raise ValueError("POST a question as a JSON object, or GET what takes none")
+        except (ValueError, RecursionError) as error:
             await _answer(send, 400, {"error": str(error)})
             return
         async with self.busy:

@@ -1,0 +1,507 @@
+"""The life of shadow probes: the self-check, live probes, what is refused, and what never leaves memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
+
+from kvguard.engine.client import Answer
+from kvguard.evidence.metrics import EngineFigures
+from kvguard.reference.models import Choice
+from kvguard.shadow import runner
+from kvguard.shadow.document import probe_document, report_document
+from kvguard.shadow.models import COST, UNEXPLAINED
+from kvguard.shadow.prompts import SELF_CHECK
+from kvguard.shadow.sequential import Status
+from kvguard.shadow.statistics import Measure
+from kvguard.telemetry.shadow_metrics import ShadowCollector
+from shadow_fakes import CANARY, IDLE, TRUNCATES, FakeEngine, FakeReference, Probing, answer, checked_labels
+
+NAN = Answer(status=400, body={"error": {"message": "Out of range float values are not JSON compliant: nan"}})
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_IDLE", 0)
+
+
+def live(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+async def probed(probing: Probing, requests: int = 1) -> None:
+    before = probing.report.probes
+    for _ in range(requests):
+        probing.client_asks()
+    await probing.until(lambda: probing.report.probes == before + requests)
+
+
+# --- the self-check ---
+
+
+def test_the_self_check_names_the_arithmetic_and_fixes_the_baseline() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            report = probing.report
+            assert (report.state, report.reason, report.reference) == ("probing", "0 of at least 30 requests", "fake")
+            assert report.fidelity is not None
+            assert (report.fidelity.explained_by, report.fidelity.requests) == ("fp8_e4m3 truncate", len(SELF_CHECK))
+            mean = TRUNCATES["fp8_e4m3 truncate"]
+            assert report.baseline is not None
+            assert mean < report.baseline < 1.1 * mean, "the upper end of the interval"
+            assert report.tolerance == 0.02
+            assert report.alarm is not None
+            assert (report.alarm.blind, report.alarm.test.baseline) == ("", report.baseline)
+            assert report.control is not None
+            assert (report.control.power or 0) >= 0.8
+            assert probing.reference.asked == checked_labels() * len(SELF_CHECK)
+            assert probing.reference.at_once == 1, "a stall is one pass long"
+
+    live(scenario())
+
+
+def test_the_self_check_decodes_as_live_replays_do() -> None:
+    async def scenario(greedy: bool) -> list[dict[str, Any]]:
+        async with Probing(greedy=greedy, max_tokens=40) as probing:
+            return probing.engine.asked
+
+    sampled, again, greedy = (asyncio.run(scenario(greedy)) for greedy in (False, False, True))
+    assert [body["seed"] for body in sampled] == list(range(len(SELF_CHECK)))
+    assert all("temperature" not in body and body["max_completion_tokens"] == 40 for body in sampled)
+    salts = {body.pop("cache_salt") for body in (*sampled, *again)}
+    assert len(salts) == 2 * len(SELF_CHECK)
+    assert sampled == again, "two starts agree"
+    assert all(body["temperature"] == 0 and "seed" not in body for body in greedy)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05, 1.0])
+def test_the_control_bets_with_the_weights_of_live_requests(rate: float) -> None:
+    async def scenario() -> None:
+        async with Probing(rate=rate) as probing:
+            assert probing.report.state == "probing", probing.report.reason
+
+    live(scenario())
+
+
+def test_an_alarm_that_cannot_see_its_control_is_blind() -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference({**TRUNCATES, "control": 0.035})) as probing:
+            assert probing.report.state == "blind"
+            assert "positive control: it reaches 0.035" in probing.report.reason
+            await probed(probing)
+            assert probing.report.state == "blind"
+
+    live(scenario())
+
+
+def test_nothing_that_explains_the_decode_is_a_finding() -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference({**TRUNCATES, "fp8_e4m3 truncate": 0.1})) as probing:
+            fidelity = probing.report.fidelity
+            assert fidelity is not None
+            assert fidelity.explained_by == "neither"
+            assert probing.report.state == "probing"
+            await probed(probing, 40)
+            report = probing.report
+            baseline, found = report.baseline, report.total(UNEXPLAINED).estimate(Measure.REQUEST_ABS_DELTA).value
+            assert baseline is not None
+            assert found == pytest.approx(baseline, rel=0.1), "live probes are in the baseline's terms"
+            assert report.state == "probing"
+
+    live(scenario())
+
+
+@pytest.mark.parametrize(
+    ("engine", "reference", "words"),
+    [
+        (FakeEngine(lambda _: answer(ids=[7] * 20)), FakeReference({**TRUNCATES, "16bit": 1.0}), "repeated token"),
+        (FakeEngine(), FakeReference(dict.fromkeys((*TRUNCATES, *checked_labels()), 2.0)), "unexplained |Δ logprob| 2."),
+        (FakeEngine(lambda _: NAN), FakeReference(), "nan logprob"),
+        (FakeEngine(lambda number: NAN if number == 5 else answer()), FakeReference(), "nan logprob"),
+        (FakeEngine(lambda _: answer(logprob=0.5)), FakeReference(dict.fromkeys(checked_labels(), 2.0)), "positive logprob"),
+    ],
+)
+def test_damage_at_the_start_is_a_regression(engine: FakeEngine, reference: FakeReference, words: str) -> None:
+    async def scenario() -> None:
+        async with Probing(reference, engine) as probing:
+            report = probing.report
+            assert report.state == "regression", report
+            assert words in report.reason
+            assert report.alarm is not None
+            assert report.alarm.status is Status.REGRESSION
+
+    live(scenario())
+
+
+def test_a_reference_that_cannot_score_is_a_refusal_and_offers_are_ignored() -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference(why_not="layer 3: MLA")) as probing:
+            probing.client_asks()
+            assert (probing.report.state, probing.report.reason) == ("refused", "layer 3: MLA")
+            assert probing.task.done()
+            assert (probing.engine.asked, probing.report.rows, probing.report.skipped) == ([], (), {})
+
+    live(scenario())
+
+
+@pytest.mark.parametrize(
+    ("engine", "reference", "words"),
+    [
+        (FakeEngine(lambda _: Answer(error="gone")), FakeReference(), "replay: error"),
+        (FakeEngine(lambda _: {"choices": []}), FakeReference(), "replay: malformed"),
+        (FakeEngine(), FakeReference(problem="no rank returned logits"), "no rank returned logits"),
+        (FakeEngine(), FakeReference(dict.fromkeys(checked_labels(), float("nan"))), "the reference is broken"),
+    ],
+)
+def test_a_self_check_without_a_score_is_a_refusal(engine: FakeEngine, reference: FakeReference, words: str) -> None:
+    async def scenario() -> None:
+        async with Probing(reference, engine) as probing:
+            probing.client_asks()
+            assert probing.report.state == "refused"
+            assert words in probing.report.reason
+            assert probing.report.rows == ()
+
+    live(scenario())
+
+
+@pytest.mark.parametrize("busy", [EngineFigures(running=1.0, waiting=0.0), EngineFigures()])
+def test_the_self_check_waits_for_an_idle_engine(busy: EngineFigures) -> None:
+    async def scenario() -> None:
+        probing = Probing()
+        probing.load = busy
+        task = asyncio.create_task(probing.shadow.run())
+        await probing.until(lambda: probing.looks > 3)
+        assert (probing.engine.asked, probing.report.state) == ([], "checking")
+        assert "without clients' requests" in probing.report.reason
+        probing.load = IDLE
+        await probing.until(lambda: probing.report.state == "probing")
+        await runner.cancel(task)
+
+    live(scenario())
+
+
+def test_an_external_reference_is_blind_and_never_says_no_loss() -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference(choices_possible=False)) as probing:
+            await probed(probing, 40)
+            report = probing.report
+            assert set(probing.reference.asked) == {"16bit"}
+            assert report.state == "blind"
+            assert report.fidelity is not None
+            assert (report.fidelity.explained_by, "no fake-quantized passes" in report.fidelity.reason) == ("neither", True)
+            document = report_document(report)
+            assert (document["alarm"]["status"], document["control"]) == ("blind", None)
+            assert document["estimates"][COST]["requests"] == 40
+
+    live(scenario())
+
+
+# --- live probes ---
+
+
+def test_a_live_request_is_replayed_scored_and_weighed() -> None:
+    async def scenario() -> None:
+        async with Probing(rate=0.25, prompt_multipliers=(1, 1, 4, 4)) as probing:
+            asked = len(probing.engine.asked)
+            for _ in range(80):
+                probing.client_asks(temperature=0.7, max_tokens=8, model="alias")
+                await asyncio.sleep(0)
+            await probing.until(lambda: not any(row.queued.requests + row.running.requests for row in probing.report.rows))
+            report = probing.report
+            [row] = report.rows
+            assert (row.offered.requests, row.done.requests) == (80, report.probes)
+            assert 5 < report.probes < 40
+            assert row.offered.tokens == 80 * (len("user" + CANARY) // 4 + 8)
+            sums = report.sums[COST][row.stratum]
+            assert sums.measures[Measure.REQUEST_ABS_DELTA].w == pytest.approx(4 * report.probes)
+            assert report.total(UNEXPLAINED).estimate(Measure.ABS_DELTA).value == pytest.approx(0.03, rel=0.2)
+            assert report.total(COST).estimate(Measure.ABS_DELTA).value == pytest.approx(0.11, rel=0.2)
+            assert report.pass_seconds == pytest.approx(0.003 * report.probes)
+            body = probing.engine.asked[asked]
+            assert (body["temperature"], body["max_completion_tokens"], body["model"]) == (0.7, 8, "base")
+            assert report.state == "probing"
+
+    live(scenario())
+
+
+def test_a_regression_is_shown_and_recovery_clears_it() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.reference.table |= {"fp8_e4m3 truncate": 0.5, "16bit": 0.5}
+            await probed(probing, 60)
+            assert probing.report.state == "regression"
+            assert "exceeds" in probing.report.reason
+            probing.reference.table |= TRUNCATES
+            await probed(probing, 500)
+            assert probing.report.state == "probing"
+
+    live(scenario())
+
+
+def test_opting_out_and_other_requests_are_counted_and_not_probed() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.client_asks(headers=[(b"X-KVGuard-Shadow", b"off")])
+            probing.client_asks(model="some-adapter")
+            probing.shadow.offer("/v1/models", [], b"")
+            probing.shadow.offer("/v1/completions", [], b"\xff{")
+            assert probing.report.skipped == {"opted_out": 1, "adapter": 1, "not_generation": 1, "not_json": 1}
+            assert probing.report.rows == ()
+
+    live(scenario())
+
+
+def test_an_offer_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError(CANARY)
+
+    async def scenario() -> None:
+        async with Probing() as probing:
+            monkeypatch.setattr(runner, "read_request", broken)
+            with capture_logs() as logs:
+                probing.client_asks()
+            assert probing.report.skipped == {"error": 1}
+            assert [entry["error"] for entry in logs] == ["RuntimeError"]
+            assert CANARY not in str(logs)
+
+    live(scenario())
+
+
+def test_an_offer_costs_nothing_while_probing_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the body was read")
+
+    monkeypatch.setattr(runner, "read_request", never)
+    probing = Probing()
+    probing.client_asks()
+    assert probing.report.skipped == {}
+
+
+def test_a_failed_pass_pauses_probes() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.reference.problem = "rank 0: out of memory"
+            probing.client_asks()
+            await probing.until(lambda: probing.drops() == {"failed": 1})
+            probing.client_asks()
+            assert probing.drops() == {"failed": 1, "breaker": 1}
+            probing.reference.problem = ""
+            probing.clock.now += 301
+            await probed(probing)
+            assert probing.report.state == "probing"
+
+    live(scenario())
+
+
+def test_a_pass_that_is_no_number_fails_the_probe_and_not_the_prober() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.reference.table["16bit"] = float("nan")
+            probing.client_asks()
+            await probing.until(lambda: probing.drops() == {"failed": 1})
+            assert not probing.task.done()
+
+    live(scenario())
+
+
+def test_a_replay_that_cannot_be_scored_is_dropped() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.engine.says = lambda _: Answer(status=400, body={"error": {"message": f"no {CANARY}"}})
+            probing.client_asks()
+            await probing.until(lambda: probing.drops() == {"replay": 1})
+            assert probing.report.skipped == {"replay: error": 1}
+            assert (probing.report.collapsed, probing.report.state) == (0, "probing")
+
+    live(scenario())
+
+
+def test_nan_from_the_engine_is_a_collapse_and_a_regression() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.engine.says = lambda _: NAN
+            probing.client_asks()
+            await probing.until(lambda: probing.drops() == {"replay": 1})
+            report = probing.report
+            assert (report.collapsed, report.state, report.reason) == (1, "regression", "collapse: nan logprob")
+
+    live(scenario())
+
+
+def test_a_repetition_that_the_exact_pass_follows_is_no_collapse() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.engine.says = lambda _: answer(ids=[7] * 20)
+            await probed(probing)
+            assert (probing.report.collapsed, probing.report.state) == (0, "probing")
+            probing.reference.table["16bit"] = 1.0
+            await probed(probing)
+            assert (probing.report.collapsed, probing.report.state) == (1, "regression")
+
+    live(scenario())
+
+
+@pytest.mark.parametrize(
+    ("says", "cause"), [(answer(prompt=3000), "too_long"), (answer(prompt=1500), "stall"), (answer(), "kv_pinned")]
+)
+def test_what_became_impossible_during_the_replay_is_dropped(says: dict[str, Any], cause: str) -> None:
+    async def scenario() -> None:
+        async with Probing(max_stall_ms=5) as probing:
+
+            def replayed(_: int) -> Any:
+                if cause == "kv_pinned":
+                    probing.load = EngineFigures(running=1.0, waiting=0.0, kv_pinned_ratio=0.95)
+                return says
+
+            asked = len(probing.reference.asked)
+            probing.engine.says = replayed
+            probing.client_asks()
+            await probing.until(lambda: probing.load is not IDLE or bool(probing.drops()))
+            probing.clock.now += 61
+            await probing.until(lambda: probing.drops() == {cause: 1})
+            assert len(probing.reference.asked) == asked, "no pass ran"
+
+    live(scenario())
+
+
+def test_load_is_looked_at_before_each_pass() -> None:
+    """A request that comes between two passes of a probe has the engine to itself."""
+
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.reference.asked.clear()
+
+            def look(_: int) -> None:
+                if probing.reference.asked == ["16bit"]:
+                    probing.load = EngineFigures(running=2.0, waiting=1.0, kv_pinned_ratio=0.1)
+
+            probing.on_look = look
+            probing.client_asks()
+            await probing.until(lambda: probing.load is not IDLE)
+            looks = probing.looks
+            await probing.until(lambda: probing.looks > looks + 5)
+            assert probing.reference.asked == ["16bit"]
+            probing.on_look, probing.load = lambda _: None, IDLE
+            await probing.until(lambda: probing.report.probes == 1)
+            assert probing.reference.asked == ["16bit", "fp8_e4m3 truncate", "control"]
+
+    live(scenario())
+
+
+def test_the_control_runs_again_by_the_clock() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            assert probing.report.state == "probing"
+            probing.reference.table["control"] = 0.031
+            await probed(probing, 250)
+            assert probing.report.state == "probing", "not before its time"
+            probing.clock.now += 3601
+            await probing.until(lambda: probing.report.state == "blind")
+            probing.reference.table["control"] = 0.4
+            await probed(probing, 250)
+            probing.clock.now += 3601
+            await probing.until(lambda: probing.report.state == "probing")
+
+    live(scenario())
+
+
+def test_stopping_drops_what_waits_and_takes_no_more() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.load = EngineFigures(running=1.0, waiting=5.0, kv_pinned_ratio=0.1)
+            probing.client_asks()
+            await runner.cancel(probing.task)
+            assert probing.drops() == {"shutdown": 1}
+            probing.client_asks()
+            [row] = probing.report.rows
+            assert row.offered.requests == 1
+            probing.task = asyncio.create_task(asyncio.sleep(0))
+
+    live(scenario())
+
+
+def test_an_error_of_our_own_is_in_the_report() -> None:
+    async def scenario() -> None:
+        probing = Probing()
+
+        def fail(_: int) -> None:
+            raise ZeroDivisionError(CANARY)
+
+        probing.on_look = fail
+        with pytest.raises(ZeroDivisionError):
+            await probing.shadow.run()
+        assert probing.report.state == "refused"
+        assert probing.report.reason == "probing ended unexpectedly (ZeroDivisionError)"
+
+    live(scenario())
+
+
+# --- one shot ---
+
+
+def test_one_shot_probes_answer_in_the_order_asked() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.engine.says = lambda number: NAN if number == len(SELF_CHECK) + 2 else answer()
+            choice = Choice(label="fp8_e5m2 nearest, scales unit", format="fp8_e5m2", scales="unit")
+            found, problems = await probing.shadow.probe_once([CANARY] * 3, [choice], greedy=True, max_tokens=200)
+            document = probe_document(found, problems)
+            assert list(document["estimates"]) == [COST, UNEXPLAINED, choice.label]
+            assert document["requests"] == 2
+            assert document["problems"] == ["prompt 2: the engine's answer could not be scored (nan logprob)"]
+            assert document["estimates"][choice.label]["abs_delta"]["value"] == pytest.approx(0.13, rel=0.2)
+            assert probing.engine.asked[-1]["max_completion_tokens"] == 200, "the question's limit, not the live one"
+            assert probing.engine.asked[-1]["temperature"] == 0
+            assert probing.report.probes == 0
+
+    live(scenario())
+
+
+def test_one_shot_probes_name_the_passes_that_failed() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            probing.reference.problem = "broken"
+            found, problems = await probing.shadow.probe_once(["a"], [], greedy=False, max_tokens=8)
+            assert (found, problems) == ([], ["prompt 1: broken"])
+            assert probe_document(found, problems) == {"requests": 0, "problems": problems, "estimates": {}}
+
+    live(scenario())
+
+
+# --- nothing of a prompt leaves memory ---
+
+
+def test_no_prompt_in_report_document_metrics_or_log() -> None:
+    async def scenario() -> None:
+        with capture_logs() as logs:
+            async with Probing() as probing:
+                await probed(probing, 3)
+                probing.client_asks(headers=[(b"x-kvguard-shadow", b"off")])
+                probing.engine.says = lambda _: NAN
+                probing.client_asks()
+                await probing.until(lambda: probing.drops() == {"replay": 1})
+                probing.reference.problem = "out of memory"
+                probing.engine.says = lambda _: answer()
+                probing.client_asks()
+                await probing.until(lambda: probing.drops() == {"replay": 1, "failed": 1})
+                found = await probing.shadow.probe_once([CANARY], [], greedy=False, max_tokens=8)
+                assert any(CANARY in str(body) for body in probing.engine.asked)
+                registry = CollectorRegistry()
+                registry.register(ShadowCollector(lambda: probing.report))
+                written = (
+                    repr(probing.report),
+                    json.dumps(report_document(probing.report)),
+                    generate_latest(registry).decode(),
+                    repr(found),
+                    repr(probing.shadow._sampler._queue),
+                    str(logs),
+                )
+                assert not any(CANARY in text for text in written)
+
+    live(scenario())
