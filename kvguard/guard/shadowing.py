@@ -66,7 +66,7 @@ async def _probe_traffic(
         figures=figures,
     )
     board.shadow = shadow
-    surface.set_tap(shadow.offer)
+    surface.set_tap(shadow.tap)
     try:
         await shadow.run()
     finally:

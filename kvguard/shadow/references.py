@@ -38,7 +38,7 @@ class InEngine:
 
 
 class External:
-    """A 16-bit engine behind kvguard at a URL or socket. It stalls nothing here, and can score LoRA adapters."""
+    """A 16-bit engine behind kvguard at a URL or socket. It stalls nothing here; adapters are not probed."""
 
     name = "external"
     choices_possible = False

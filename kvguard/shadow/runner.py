@@ -43,6 +43,7 @@ _CONTROL_AGAIN = 3600.0  # seconds between positive controls
 _TOLERANCE = 0.5  # of the baseline, and at least _LEAST_TOLERANCE nats
 _LEAST_TOLERANCE = 0.02
 _DAMAGED = 0.5  # nats by token that no healthy kernel leaves unexplained (measured: 0.03 to 0.05; ruined scales 4.6)
+_HANDED_OVER = 64  # bodies on their way from the data plane's thread at most
 _KEPT = 200  # latest observations kept for the positive control
 _LASTING = (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER, Drop.SHUTDOWN)  # what forbids a pass and will not go by itself
 
@@ -150,6 +151,8 @@ class Shadow:
         self._skipped: Counter[str] = Counter()
         self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
         self._open = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handed_over = 0
 
     @property
     def report(self) -> ShadowReport:
@@ -172,8 +175,24 @@ class Shadow:
             self._skipped["error"] += 1
             log.warning("a request could not be offered to shadow probes", error=type(error).__name__)
 
+    def tap(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """`offer` from the data plane's thread: the body is parsed on the control loop, so that no stream waits for it."""
+        loop = self._loop
+        if not self._open or loop is None:
+            return
+        if self._handed_over >= _HANDED_OVER:
+            self._skipped["busy"] += 1
+            return
+        self._handed_over += 1
+        loop.call_soon_threadsafe(self._take, path, headers, body)
+
+    def _take(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        self._handed_over -= 1
+        self.offer(path, headers, body)
+
     async def run(self) -> None:
         """Self-check, then probe until cancelled. An error that ends probing is raised, and the report says so."""
+        self._loop = asyncio.get_running_loop()
         try:
             await self._run()
         except Exception as error:
@@ -204,6 +223,9 @@ class Shadow:
             self._sampler.close()
 
     async def _next(self) -> Item[Candidate] | None:
+        if not self._sampler.queued:
+            await asyncio.sleep(_IDLE)
+            return None
         load = await self._figures()
         item = self._sampler.next(self._clock(), load.waiting, load.kv_pinned_ratio, load.running)
         if item is None:

@@ -222,6 +222,11 @@ class Sampler(Generic[T]):
 
     # --- what became of the requests ---
 
+    @property
+    def queued(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._queue)
+
     def rows(self) -> tuple[Row, ...]:
         """The account by stratum."""
         with self._lock:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from guarded import Guarded
+from kvguard.demo.environment import ensure_engine
 from kvguard.engine.client import EngineClient
 from kvguard.reference.inside import run_passes
 from kvguard.reference.models import EXACT, Choice, Decode
@@ -129,3 +130,27 @@ def test_clients_do_not_feel_the_default_budget(guarded: Callable[..., Guarded])
     report = served.management("/shadow").json()
     assert report["pass_seconds"] <= 0.02 * (time.monotonic() - begun) + 1.0
     assert sum(row["offered"] for row in report["coverage"]) > 0
+
+
+@pytest.mark.parametrize(("version", "flags"), [("0.27.1", ()), ("0.32.0", ("--no-enforce-eager",))])
+def test_the_pass_names_the_rounding_on_another_version_and_on_a_compiled_engine(
+    version: str,
+    flags: tuple[str, ...],
+    engine_cache: Path,
+    variant: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    options = ("--shadow", "in-engine", "--shadow-set", "greedy=true", "--shadow-set", "max-stall-ms=10000")
+    vllm = str(ensure_engine(version, engine_cache))
+    served = Guarded(tmp_path, variant("plain"), "--kv-cache-dtype", "fp8_e4m3", *flags, vllm=vllm, options=options)
+    try:
+        served.wait_ready()
+        deadline = time.monotonic() + 240
+        while (report := served.management("/shadow").json())["state"] == "checking":
+            assert time.monotonic() < deadline
+            time.sleep(1)
+        print(version, flags, report["fidelity"])
+        assert report["fidelity"]["explained_by"] == "fp8_e4m3 truncate", report
+        assert served.stop() == 0
+    finally:
+        served.close()

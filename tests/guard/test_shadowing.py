@@ -85,7 +85,7 @@ def test_off_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tap_is_there_while_probing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(shadow: Shadow) -> None:
         assert world.board.shadow is shadow
-        assert world.surface.taps == [shadow.offer]
+        assert world.surface.taps == [shadow.tap]
         assert isinstance(shadow._reference, InEngine)
         assert (shadow._served_model, shadow._dtype) == ("one", "fp8_e4m3")
         assert shadow._rules.base_models == {"one", "two"}

@@ -121,7 +121,8 @@ def test_nothing_that_explains_the_decode_is_a_finding() -> None:
     ("engine", "reference", "words"),
     [
         (FakeEngine(lambda _: answer(ids=[7] * 20)), FakeReference({**TRUNCATES, "16bit": 1.0}), "repeated token"),
-        (FakeEngine(), FakeReference(dict.fromkeys((*TRUNCATES, *checked_labels()), 2.0)), "unexplained |Δ logprob| 2."),
+        (FakeEngine(), FakeReference(dict.fromkeys((*TRUNCATES, *checked_labels()), 1.0)), "unexplained |Δ logprob| 1."),
+        (FakeEngine(), FakeReference({**TRUNCATES, "16bit": 3.0}), "damage: cost "),
         (FakeEngine(lambda _: NAN), FakeReference(), "nan logprob"),
         (FakeEngine(lambda number: NAN if number == 5 else answer()), FakeReference(), "nan logprob"),
         (FakeEngine(lambda _: answer(logprob=0.5)), FakeReference(dict.fromkeys(checked_labels(), 2.0)), "positive logprob"),
@@ -503,5 +504,20 @@ def test_no_prompt_in_report_document_metrics_or_log() -> None:
                     str(logs),
                 )
                 assert not any(CANARY in text for text in written)
+
+    live(scenario())
+
+
+def test_the_data_plane_hands_over_and_parses_nothing() -> None:
+    async def scenario() -> None:
+        async with Probing() as probing:
+            await asyncio.to_thread(probing.shadow.tap, "/v1/models", [], b"")
+            for _ in range(70):
+                probing.shadow.tap("/v1/completions", [], b"{")
+            assert probing.report.skipped["busy"] == 70 - 64
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert probing.report.skipped["not_generation"] == 1
+            assert probing.report.skipped["not_json"] == 64
 
     live(scenario())

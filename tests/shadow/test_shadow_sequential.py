@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import shadow_streams as streams
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation, RequestScore
-from kvguard.shadow.sequential import AlarmState, AlarmTest, Status, Wealth, begin, bet, sighted, update
+from kvguard.shadow.sequential import RUINED, AlarmState, AlarmTest, Status, Wealth, begin, bet, collapse_of, sighted, update
 from kvguard.vocabulary import UsageError
-from shadow_streams import BASE, BASELINE, TEST, TOLERANCE, scaled, scored, seen
+from shadow_streams import BASE, BASELINE, HEALTHY, SAMPLES, TEST, TOLERANCE, scaled, scored, seen
 
+BAD = TEST.bound + 3 * TOLERANCE
 DOCS = Path(__file__).parents[2] / "docs/statistics.md"
 
 
@@ -89,14 +90,20 @@ def test_the_same_streams_fool_a_t_test_that_is_looked_at_after_every_probe() ->
     assert fooled / 200 > 0.05
 
 
+HARD, EASY = TEST.bound + 7 * TOLERANCE, TEST.bound - 0.7 * TOLERANCE
+
+
 def probed(dice: random.Random, count: int, damage: float = 1.0) -> list[Observation]:
-    """Traffic with 2 % hard requests (mean 0.2, probed always, weight 1) and easy ones (0.04, one in twenty, weight 20)."""
-    hard, easy = scaled(0.2 * damage), [replace(one, weight=20.0) for one in scaled(0.04 * damage)]
+    """Traffic with 2 % hard requests (probed always, weight 1) and easy ones (one in twenty, weight 20)."""
+    hard, easy = scaled(HARD * damage), [replace(one, weight=20.0) for one in scaled(EASY * damage)]
     return [dice.choice(hard if dice.random() < 0.02 / (0.02 + 0.98 / 20) else easy) for _ in range(count)]
 
 
 def test_weights_undo_the_sampler() -> None:
-    """The mean over all traffic is 0.043, under the bound; over the probed requests, as they come, it is 0.087."""
+    """The mean over all traffic is under the bound; over the probed requests, as they come, it is well above."""
+    chance = 0.02 / (0.02 + 0.98 / 20)
+    assert TEST.bound - TOLERANCE / 2 > 0.02 * HARD + 0.98 * EASY
+    assert chance * HARD + (1 - chance) * EASY > TEST.bound + 1.5 * TOLERANCE
     test, dice = TEST.model_copy(update={"max_weight": 20.0}), random.Random(6)
     healthy = [probed(dice, 400) for _ in range(60)]
     assert not any(streams.first_alarm(stream, test) for stream in healthy)
@@ -107,10 +114,11 @@ def test_weights_undo_the_sampler() -> None:
 
 
 def test_a_regression_is_found_and_said_in_one_sentence() -> None:
-    state = after(begin(TEST, ""), *(seen(0.12) for _ in range(40)))
+    state = after(begin(TEST, ""), *(seen(BAD) for _ in range(40)))
     assert state.status is Status.REGRESSION
     assert state.reason.startswith(
-        "the mean unexplained |Δ logprob| exceeds 0.054 (baseline 0.034 + tolerance 0.02): evidence "
+        f"the mean unexplained |Δ logprob| exceeds {TEST.bound:.4g} "
+        f"(baseline {BASELINE:.4g} + tolerance {TOLERANCE:.4g}): evidence "
     )
     assert "after 30 requests" in state.reason
 
@@ -125,9 +133,13 @@ def test_no_mean_alarms_before_thirty_requests() -> None:
 def test_health_is_no_regression_shown() -> None:
     state = after(begin(TEST, ""), *scaled(BASELINE))
     assert state.status is Status.NO_REGRESSION_SHOWN
-    assert re.fullmatch(
-        r"evidence 0\.\d+ that the mean unexplained .* exceeds 0\.054, of 1000 needed, after 60 requests", state.reason
+    told = re.fullmatch(
+        r"evidence (\S+) that the mean unexplained \|Δ logprob\| exceeds (\S+), of 1000 needed, after (\d+) requests",
+        state.reason,
     )
+    assert told
+    assert 0 < float(told[1]) < 1
+    assert told.groups()[1:] == (f"{TEST.bound:.4g}", str(len(HEALTHY)))
 
 
 def test_a_regression_after_long_health_is_found_soon() -> None:
@@ -137,15 +149,15 @@ def test_a_regression_after_long_health_is_found_soon() -> None:
 
 
 def test_an_alarm_clears_only_on_evidence_and_can_be_raised_again() -> None:
-    state = after(begin(TEST, ""), *(seen(0.12) for _ in range(40)))
-    still = after(state, *(scaled(TEST.bound + 0.01) * 10))
+    state = after(begin(TEST, ""), *(seen(BAD) for _ in range(40)))
+    still = after(state, *(scaled(TEST.bound + TOLERANCE / 2) * 10))
     assert still.status is Status.REGRESSION
     few = after(state, *scaled(BASELINE)[:29])
     assert few.status is Status.REGRESSION
     well = after(state, *(scaled(BASELINE) * 10))
     assert well.status is Status.NO_REGRESSION_SHOWN
     assert well.regression == ""
-    assert after(well, *(seen(0.12) for _ in range(80))).status is Status.REGRESSION
+    assert after(well, *(seen(BAD) for _ in range(80))).status is Status.REGRESSION
 
 
 def test_clearing_does_not_flutter() -> None:
@@ -167,7 +179,7 @@ def test_blind_until_a_positive_control_was_seen() -> None:
     assert sighted(state, "").status is Status.NO_REGRESSION_SHOWN
     again = sighted(sighted(state, ""), "positive control: seen in 40% of streams")
     assert (again.status, again.reason) == (Status.BLIND, "positive control: seen in 40% of streams")
-    shown = after(again, *(seen(0.12) for _ in range(60)))
+    shown = after(again, *(seen(BAD) for _ in range(60)))
     assert shown.status is Status.REGRESSION, "what is shown stays shown"
 
 
@@ -213,7 +225,7 @@ def test_a_weight_that_the_sampler_cannot_give_is_refused(weight: float) -> None
     [
         ({"baseline": math.nan}, "baseline must be a number ≥ 0, found nan"),
         ({"tolerance": 0.0}, "tolerance must be a number > 0, found 0"),
-        ({"cap": 0.05}, r"cap must be above baseline \+ tolerance = 0.054.*, found 0.05"),
+        ({"cap": 0.05}, rf"cap must be above baseline \+ tolerance = {TEST.bound:g}, found 0\.05"),
         ({"alpha": 1.0}, "alpha must be between 0 and 1, found 1"),
         ({"max_weight": 0.5}, "max_weight must be a number ≥ 1, found 0.5"),
     ],
@@ -223,6 +235,28 @@ def test_a_test_without_meaning_is_refused(wrong: dict[str, float], message: str
         begin(TEST.model_copy(update=wrong))
 
 
+def test_ruined_scales_that_their_own_pass_explains_are_seen_by_their_cost() -> None:
+    ruined = Observation(1.0, BASE, {COST: scored(3.62), UNEXPLAINED: scored(BASELINE)})
+    assert update(begin(TEST), ruined).reason == "collapse: cost 3.6 nats by token"
+    dear = Observation(1.0, BASE, {COST: scored(RUINED), UNEXPLAINED: scored(BASELINE)})
+    assert update(begin(TEST, ""), dear).status is Status.COLLECTING
+    assert collapse_of(seen(3.62)) == "", "unexplained is the mean's matter"
+    assert collapse_of(cost_and_unexplained(scored(3.62, collapse="nan logprob"), scored(0.0))) == "nan logprob"
+
+
+def test_measured_ruin_is_seen_within_five_probes() -> None:
+    share = statistics.mean(value > RUINED for value in SAMPLES["ruined_cost"])
+    assert 1 - (1 - share) ** 5 >= 0.999
+    assert streams.simulate(streams.costly("ruined_cost"), streams=2000, length=5).share(5) >= 0.999
+
+
+@pytest.mark.parametrize("healthy", ["fp8_e4m3_cost", "fp8_e5m2_cost"])
+def test_no_measured_request_with_good_scales_is_taken_for_ruined(healthy: str) -> None:
+    assert max(SAMPLES[healthy]) < RUINED / 2
+    assert not any(collapse_of(one) for one in streams.costly(healthy))
+    assert streams.simulate(streams.costly(healthy), streams=50, length=300).share(300) == 0.0
+
+
 def documented(first: str) -> list[list[float]]:
     """The numbers of the documented table whose header begins with `first`."""
     table = DOCS.read_text().split(f"| {first}", 1)[1].split("\n\n", 1)[0]
@@ -230,6 +264,8 @@ def documented(first: str) -> list[list[float]]:
 
 
 def test_the_documented_power_is_what_the_simulation_gives() -> None:
+    figures = f"baseline {BASELINE:.3f}, tolerance {TOLERANCE:.3f}, bound {TEST.bound:.3f}, α {TEST.alpha:g}"
+    assert figures in DOCS.read_text()
     table = documented("excess")
     assert [row[0] for row in table] == list(streams.EXCESSES)
     for (excess, mean, *shares, median), (simulated, outcome) in zip(table, streams.power(200).items(), strict=True):
@@ -237,3 +273,10 @@ def test_the_documented_power_is_what_the_simulation_gives() -> None:
         assert mean == pytest.approx(TEST.bound + excess * TOLERANCE, abs=6e-4)
         assert shares == [pytest.approx(outcome.share(within), abs=0.12) for within in streams.PROBES]
         assert median == pytest.approx(outcome.median(), rel=0.2)
+
+
+def test_a_short_answer_with_one_unlikely_token_is_no_collapse() -> None:
+    short = Observation(1.0, BASE, {COST: scored(RUINED * 2, tokens=7), UNEXPLAINED: scored(BASELINE, tokens=7)})
+    assert collapse_of(short) == ""
+    longer = Observation(1.0, BASE, {COST: scored(RUINED * 2, tokens=8), UNEXPLAINED: scored(BASELINE, tokens=8)})
+    assert collapse_of(longer)
