@@ -202,7 +202,8 @@ def bet(wealth: Wealth, payoff: float, most: float, test: AlarmTest) -> Wealth:
 def collapse_of(observation: Observation) -> str:
     """How this request collapsed, or "". One is a hard failure; a repetition counts unless the 16-bit pass follows it.
 
-    Cost over RUINED, over enough tokens, is a collapse: ruined scales are explained by the pass that has the same, so only the cost shows them.
+    Cost over RUINED, over enough tokens, is a collapse: ruined scales are explained by the pass that has the same, so
+    only the cost shows them.
     """
     kind = next((score.collapse for score in observation.scores.values() if score.collapse), "")
     cost = observation.scores.get(COST)
