@@ -92,7 +92,7 @@ def test_metrics_of_an_engine_that_does_not_answer_yet_are_503(serve):
         "/v1/../_kvguard/read",
         "/v1/%2e%2e/_kvguard",
         "/v1%2F..%2F_kvguard",
-        "/root/_kvguard/read",
+        "/anything/_kvguard/read",
         "/_kvguard/../v1/models",
         "/%5C_kvguard",
         "/_kvguard?x=1",
