@@ -152,7 +152,8 @@ class Shadow:
         self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
         self._open = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._handed_over = 0
+        self._given = 0  # counted by the data plane's thread alone
+        self._taken = 0  # counted by the control loop alone
 
     @property
     def report(self) -> ShadowReport:
@@ -180,15 +181,18 @@ class Shadow:
         loop = self._loop
         if not self._open or loop is None:
             return
-        if self._handed_over >= _HANDED_OVER:
-            self._skipped["busy"] += 1
+        if self._given - self._taken >= _HANDED_OVER:
+            loop.call_soon_threadsafe(self._skip, "busy")
             return
-        self._handed_over += 1
+        self._given += 1
         loop.call_soon_threadsafe(self._take, path, headers, body)
 
     def _take(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        self._handed_over -= 1
+        self._taken += 1
         self.offer(path, headers, body)
+
+    def _skip(self, reason: str) -> None:
+        self._skipped[reason] += 1
 
     async def run(self) -> None:
         """Self-check, then probe until cancelled. An error that ends probing is raised, and the report says so."""
