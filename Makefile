@@ -16,13 +16,14 @@ endif
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: help setup engine demo serve test test-long lint clean
+.PHONY: help setup engine demo serve test test-long bench lint clean
 
 help:
 	@echo "make demo       set up the CPU engine and the model, then show the main job on a checkpoint with a trap"
 	@echo "make serve      the same, and leave it running on port 8000"
 	@echo "make test       linters, types and all tests, those on a real engine included"
 	@echo "make test-long  the tests that need longer, in full"
+	@echo "make bench      what shadow probes cost clients, as ratios in one run"
 	@echo "make lint       linters and types only"
 	@echo "make setup      kvguard's own environment, .venv"
 	@echo "make engine     the CPU engine, the model and its variants, in the cache"
@@ -62,6 +63,9 @@ test: lint engine
 
 test-long: engine
 	$(BIN)/pytest -m long
+
+bench: engine
+	$(BIN)/python tests/bench/shadow_impact.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
