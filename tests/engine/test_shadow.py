@@ -66,6 +66,18 @@ def test_kernel_fidelity_names_truncation_on_this_engine(fp8: Guarded) -> None:
     assert 'kvguard_shadow_fidelity_info{explained_by="fp8_e4m3 truncate"} 1.0' in fp8.management("/metrics").text
 
 
+def _settled(served: Guarded) -> None:
+    """Wait until no probe of earlier requests is under way: a fuller batch rounds differently."""
+    deadline = time.monotonic() + 120
+    while True:
+        rows = served.management("/shadow").json()["coverage"]
+        over = all(row["offered"] == row["done"] + sum(row["dropped"].values()) for row in rows)
+        if over and served.gauge("vllm:num_requests_running") == 0.0:
+            return
+        assert time.monotonic() < deadline, rows
+        time.sleep(0.5)
+
+
 def _whatif(served: Guarded, *arguments: str) -> dict[str, Any]:
     command = [KVGUARD, *arguments[:1], f"http://127.0.0.1:{served.management_port}", *arguments[1:], "--greedy", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -146,6 +158,7 @@ def test_an_engine_that_is_not_sixteen_bit_is_no_reference(fp8: Guarded) -> None
 def test_passes_leave_the_cache_and_later_answers_unchanged(fp8: Guarded) -> None:
     """The same greedy requests before, between and after passes give the same tokens and logprobs, cached prefix included."""
     _checked(fp8)
+    _settled(fp8)
     question = {"prompt": "The history of the lighthouse begins with", "max_tokens": 32, "temperature": 0, "logprobs": 5}
 
     async def answers() -> list[Any]:
