@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
@@ -15,16 +13,13 @@ from rich.table import Table
 from kvguard.checkpoint.declared import declare
 from kvguard.checkpoint.geometry import bytes_per_token
 from kvguard.checkpoint.models import Declared
+from kvguard.cli.sizes import parse_size
 from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
 from kvguard.engine.find import installed_version
 from kvguard.evidence.prediction import Prediction, predict
 from kvguard.facts.kv_dtypes import BYTES_DTYPES, accepted
 from kvguard.facts.versions import KNOWN
-from kvguard.vocabulary import ScaleState, UsageError
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]?i?b|)\s*", re.IGNORECASE)
+from kvguard.vocabulary import ScaleState
 
 
 def inspect(
@@ -42,7 +37,7 @@ def inspect(
 
     Example: kvguard inspect ./my-model --engine-version 0.32.0 --memory 10GiB
     """
-    size = parse_size(memory)
+    size = parse_size(memory, "--memory")
     declared = declare(read_checkpoint(resolve_model(model, os.environ)))
     version = engine_version or installed_version()
     prediction = predict(version, kv_cache_dtype, declared) if version else None
@@ -51,15 +46,6 @@ def inspect(
         typer.echo(json.dumps(report, indent=2))
     else:
         _print(report)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "1GiB", "512 MiB", "10GB" or a bare number. UsageError for anything else, and for nothing."""
-    match = _SIZE.fullmatch(text)
-    size = int(Decimal(match[1]) * _UNITS.get(match[2].lower(), 0)) if match else 0
-    if size <= 0:
-        raise UsageError(f"--memory {text!r}: expected a size such as 1GiB, 512MiB or 10GB")
-    return size
 
 
 def inspection(

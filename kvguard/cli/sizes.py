@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from kvguard.vocabulary import UsageError
 
@@ -21,7 +22,7 @@ def parse_size(text: str, option: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = match["unit"].upper() if match else ""
     unit = unit if unit in _UNITS else f"{unit}B"
-    size = int(float(match["number"]) * _UNITS[unit]) if match and unit in _UNITS else 0
+    size = int(Decimal(match["number"]) * _UNITS[unit]) if match and unit in _UNITS else 0
     if size <= 0:
         raise UsageError(f"{option} {text!r}: not a size; write bytes or a number with KiB, MiB, GiB, TiB, MB or GB")
     return size

@@ -72,7 +72,7 @@ class Reason(StrEnum):
     CUSTOM_ARGUMENTS = "custom_arguments"
     """`vllm_xargs`: an extension of the engine's decides what they do."""
     ADAPTER = "adapter"
-    """A LoRA adapter, where the reference is in the engine: the pass runs on the base weights."""
+    """A LoRA adapter: the references score the base weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Rules:
     """What decides besides the request itself.
 
     base_models      names the engine serves its base model under; empty: every name is taken for the base model
-    adapters         whether the reference can score LoRA adapters (the external one)
+    adapters         whether the reference can score LoRA adapters; none of today's does, so they are counted as skipped
     require_opt_in   probe only requests with `x-kvguard-shadow: on`
     free_auto_tools  whether `tool_choice: auto` with no strict tool is known to decode without a grammar. That depends on
                      --tool-call-parser (Mistral's always adds one) and --tool-strict-level, so it is false unless established

@@ -6,7 +6,8 @@ from typer.testing import CliRunner
 
 from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
 from kvguard.cli import inspect as module
-from kvguard.cli.inspect import inspect, parse_size
+from kvguard.cli.inspect import inspect
+from kvguard.cli.sizes import parse_size
 from kvguard.vocabulary import UsageError
 
 app = typer.Typer()
@@ -88,10 +89,10 @@ def test_bad_input_is_a_usage_error(tmp_path):
     ("text", "size"), [("1GiB", 1 << 30), ("512 MiB", 512 << 20), ("10GB", 10**10), ("1.5gib", 3 << 29), ("4096", 4096)]
 )
 def test_sizes(text, size):
-    assert parse_size(text) == size
+    assert parse_size(text, "--memory") == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "GiB", "-1GiB", "1 ib", "1e9", "1GiB x", "0.0001b", "9" * 30])
 def test_sizes_that_are_none(text):
     with pytest.raises(UsageError, match="--memory"):
-        parse_size(text)
+        parse_size(text, "--memory")

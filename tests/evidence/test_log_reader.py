@@ -304,3 +304,14 @@ def test_any_bytes_are_read(data: bytes, version: str | None) -> None:
     reader = read_log(b"(EngineCore pid=1) ERROR 11-29 10:00:00 [a.py:1] KV cache" + data)
     for claim in reader.claims(version):
         claim.model_dump_json()
+
+
+def test_the_cause_of_death_is_the_process_that_died_and_not_what_followed() -> None:
+    text = (
+        "(EngineCore pid=2) ERROR 11-29 16:00:00 [multiproc_executor.py:260] Worker proc VllmWorker-0 died unexpectedly.\n"
+        "(APIServer pid=1) ERROR 11-29 16:00:01 [serving.py:9] Error in completion stream generator.\n"
+    )
+    log = read_log(text.encode())
+    assert "VllmWorker-0 died unexpectedly" in log.cause_of_death()
+    assert "stream generator" in log.last_errors()[-1]
+    assert read_log(b"(APIServer pid=1) INFO 11-29 16:00:00 [x.py:1] fine\n").cause_of_death() == ""
