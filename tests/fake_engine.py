@@ -33,7 +33,7 @@ def install(directory: Path) -> Path:
 class Faulty(Guarded):
     """One `kvguard serve` of a fake engine with faults."""
 
-    start_limit, look_every = 20.0, 0.05
+    start_limit, look_every = 90.0, 0.05
 
     def __init__(
         self,

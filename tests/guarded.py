@@ -111,10 +111,10 @@ class Guarded:
         return next(check for check in self.statement().checks if check.name == name)
 
     def management(self, path: str) -> httpx.Response:
-        return httpx.get(f"http://127.0.0.1:{self.management_port}{path}", trust_env=False, timeout=10)
+        return httpx.get(f"http://127.0.0.1:{self.management_port}{path}", trust_env=False, timeout=60)
 
     def api(self, path: str) -> httpx.Response:
-        return httpx.get(f"http://127.0.0.1:{self.port}{path}", trust_env=False, timeout=10)
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", trust_env=False, timeout=60)
 
     @property
     def base_url(self) -> str:

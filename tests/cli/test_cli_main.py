@@ -95,7 +95,7 @@ def test_our_own_start_counts_as_our_time(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError
 
     monkeypatch.setattr(Path, "read_text", unreadable)
-    assert time.monotonic() - serve._process_start() < 1
+    assert time.monotonic() - serve._process_start() < 60
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

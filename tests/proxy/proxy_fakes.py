@@ -19,7 +19,7 @@ from kvguard.proxy.server import TLS, DataPlane, bind
 from kvguard.proxy.upstream import Limits, Upstream
 from kvguard.vocabulary import Confidence, Effective, ScaleState
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 PROVEN = Effective(dtype="fp8_e4m3", confidence=Confidence.PROVEN, scales=ScaleState.CHECKPOINT)
 GUARD_HEADERS = headers_for(PROVEN, "sha256:abc")
 OPEN = Snapshot(State.SERVING, True, "", 0, GUARD_HEADERS)
