@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
+from pydantic import ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from kvguard.files import printable, read_regular_file
 from kvguard.shadow.prompts import SELF_CHECK
+from kvguard.shadow.what_if import NAMES, GivenScales
 from kvguard.vocabulary import UsageError
 
 _FILE_LIMIT = 16 << 20
 _TIMEOUT = 3600.0
+LOOK_EVERY = 2.0
+"""Seconds between looks at a live what-if."""
 
 Target = Annotated[str, typer.Argument(metavar="URL", help="The management port, for example http://127.0.0.1:9464.")]
 Prompts = Annotated[Path | None, typer.Option(help="Prompts, one a line, or JSON lines with a `prompt` key; default: ours.")]
@@ -43,21 +49,38 @@ def probe(
 def whatif(
     url: Target,
     *,
-    formats: Annotated[str, typer.Option(help="Cache formats to try, separated by commas.")] = "fp8_e4m3,fp8_e5m2",
+    formats: Annotated[
+        str, typer.Option(help=f"Cache formats to try, separated by commas, of {', '.join(NAMES)}.")
+    ] = "fp8_e4m3,fp8_e5m2",
     rounding: Annotated[str, typer.Option(help="nearest, or truncate.")] = "nearest",
-    scales: Annotated[str, typer.Option(help="engine: the engine's own; unit: 1.0.")] = "engine",
+    scales: Annotated[
+        str,
+        typer.Option(
+            metavar="engine|unit|FILE",
+            help='The engine\'s own; 1.0; or a JSON file {"k": […], "v": […]}, for each layer one number or one a KV head.',
+        ),
+    ] = "engine",
     prompts: Prompts = None,
     max_tokens: MaxTokens = 64,
     greedy: Annotated[bool, typer.Option(help="Greedy replay; it understates the difference.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="On the requests that clients send now, in place of prompts.")] = False,
+    probes: Annotated[int, typer.Option(help="With --live: how many probed requests to wait for.", min=2)] = 40,
     as_json: AsJson = False,
 ) -> None:
     """Say what other KV cache formats would change, on this engine, before anybody switches.
 
     Also on an engine that still runs 16-bit. Example: kvguard whatif http://127.0.0.1:9464 --formats fp8_e4m3,fp8_e5m2
     """
-    chosen = [{"format": name.strip(), "rounding": rounding, "scales": scales} for name in formats.split(",") if name.strip()]
-    if not chosen:
-        raise UsageError("--formats: name at least one of fp8_e4m3, fp8_e5m2")
+    names = [name.strip() for name in formats.split(",") if name.strip()]
+    if not names:
+        raise UsageError(f"--formats: name at least one of {', '.join(NAMES)}")
+    given = scales if scales in ("engine", "unit") else read_scales(Path(scales))
+    chosen = [{"format": name, "rounding": rounding, "scales": given} for name in names]
+    if live:
+        if prompts is not None:
+            raise UsageError("--live is about the requests that clients send; --prompts names others: give one of them")
+        _watch(url.rstrip("/"), chosen, probes, as_json=as_json)
+        return
     _ask(url, prompts, chosen, max_tokens=max_tokens, greedy=greedy, as_json=as_json)
 
 
@@ -88,21 +111,61 @@ def read_prompts(path: Path | None) -> list[str]:
     return found
 
 
-def _ask(
-    url: str, prompts: Path | None, formats: list[dict[str, str]], *, max_tokens: int, greedy: bool, as_json: bool
-) -> None:
-    question = {"prompts": read_prompts(prompts), "formats": formats, "greedy": greedy, "max_tokens": max_tokens}
+def read_scales(path: Path) -> dict[str, Any]:
+    """Scales of a JSON file, as the management port takes them. Raises UsageError naming file and key."""
+    name = printable(str(path))
+    text = read_regular_file(path, _FILE_LIMIT, "scales file")
     try:
-        answer = httpx.post(f"{url.rstrip('/')}/shadow/probe", json=question, timeout=_TIMEOUT, trust_env=False)
-        document = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise UsageError(f"{printable(url)}: no management port of kvguard answers there ({printable(str(error))})") from error
-    if answer.status_code != httpx.codes.OK or not isinstance(document, dict) or "estimates" not in document:
-        raise UsageError(f"{printable(url)}: HTTP {answer.status_code}: {printable(_problem(document))}")
+        return GivenScales.model_validate_json(text).model_dump(mode="json")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"scales file {name}{f' key {where}' if where else ''}: {first['msg']}") from None
+
+
+def _watch(url: str, formats: list[dict[str, Any]], probes: int, *, as_json: bool) -> None:
+    """Let live probes try the formats until enough requests were probed, or a person ends it; then let them stop."""
+    report = _request("PUT", f"{url}/shadow/whatif", {"formats": formats}, "whatif", url)
+    try:
+        with Console(stderr=True).status("") as status, contextlib.suppress(KeyboardInterrupt):
+            while (seen := _seen(report)) < probes:
+                status.update(f"{seen} of {probes} requests probed; shadow probes are {report['state']} (Ctrl-C: show these)")
+                time.sleep(LOOK_EVERY)
+                report = _request("GET", f"{url}/shadow", None, "whatif", url)
+    finally:
+        _request("PUT", f"{url}/shadow/whatif", {"formats": []}, "whatif", url)
+    document = {"requests": _seen(report), "problems": [], "estimates": report["whatif"]}
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return
     show(document, Console())
+
+
+def _seen(report: dict[str, Any]) -> int:
+    return min((found["requests"] for found in report["whatif"].values()), default=0)
+
+
+def _ask(
+    url: str, prompts: Path | None, formats: list[dict[str, Any]], *, max_tokens: int, greedy: bool, as_json: bool
+) -> None:
+    question = {"prompts": read_prompts(prompts), "formats": formats, "greedy": greedy, "max_tokens": max_tokens}
+    document = _request("POST", f"{url.rstrip('/')}/shadow/probe", question, "estimates", url)
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    show(document, Console())
+
+
+def _request(method: str, target: str, body: dict[str, Any] | None, key: str, url: str) -> dict[str, Any]:
+    """The JSON object that the management port answers, with `key` in it. Raises UsageError with its own words."""
+    try:
+        answer = httpx.request(method, target, json=body, timeout=_TIMEOUT, trust_env=False)
+        document = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise UsageError(f"{printable(url)}: no management port of kvguard answers there ({printable(str(error))})") from error
+    if answer.status_code != httpx.codes.OK or not isinstance(document, dict) or key not in document:
+        raise UsageError(f"{printable(url)}: HTTP {answer.status_code}: {printable(_problem(document))}")
+    return document
 
 
 def _problem(document: Any) -> str:

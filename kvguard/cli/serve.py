@@ -30,12 +30,11 @@ from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_OFF, Settings
 from kvguard.policy.models import OnViolation, Policy
 from kvguard.policy.parse import load_policy
 from kvguard.proxy.forward import Forwarder
-from kvguard.proxy.management import Probe, management_app, serve_management
+from kvguard.proxy.management import Probe, Watch, management_app, serve_management
 from kvguard.proxy.server import TLS, DataPlane, bind
 from kvguard.proxy.upstream import Limits, Upstream
 from kvguard.record.redact import redact_argv
 from kvguard.record.store import default_directory
-from kvguard.reference.models import Choice
 from kvguard.shadow.document import probe_document, report_document
 from kvguard.shadow.runner import Shadow, ShadowReport
 from kvguard.shadow.settings import parse_settings
@@ -149,19 +148,18 @@ async def _probe_once(shadow: Shadow | None, question: Probe) -> dict[str, Any] 
     """Run a one-shot probe on the control loop; None while there is no reference that could score."""
     if shadow is None or shadow.report.state in ("off", "checking", "refused"):
         return None
-    choices = [
-        Choice(
-            label=f"{one.format} {one.rounding}, scales {one.scales}",
-            format=one.format,
-            rounding=one.rounding,
-            scales=one.scales,
-        )
-        for one in question.formats
-    ]
+    choices = [one.choice() for one in question.formats]
     observations, problems = await shadow.probe_once(
         question.prompts, choices, greedy=question.greedy, max_tokens=question.max_tokens
     )
     return probe_document(observations, problems)
+
+
+def _watch(shadow: Shadow | None, wanted: Watch) -> str:
+    """Let live probes try these formats; why they cannot, "" when they do."""
+    if shadow is None:
+        return "shadow probes are off, or the engine is not serving yet: start with `kvguard serve --shadow in-engine`"
+    return shadow.watch([one.choice() for one in wanted.formats])
 
 
 def _policy_words(policy: Policy | None) -> str:
@@ -198,6 +196,7 @@ def _run(
         registry,
         shadow=lambda: report_document(board.shadow.report) if board.shadow else None,
         probe=lambda question: _probe_once(board.shadow, question),
+        watch=lambda wanted: _watch(board.shadow, wanted),
     )
 
     async def live(guard: Guard, data_plane: DataPlane, management: socket.socket) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -18,6 +18,7 @@ from pydantic_core import to_json
 import kvguard
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
+from kvguard.shadow.what_if import MOST, WhatIf
 from kvguard.vocabulary import Check, Effective, Frozen
 
 READY_STATES = frozenset({State.SERVING, State.DRIFTED})
@@ -54,24 +55,23 @@ class Evidence(Frozen):
     claims: list[dict[str, Any]]
 
 
-class WhatIf(Frozen):
-    """One fake-quantized pass: a cache format, how it rounds, and its scales ("engine", or "unit" for 1.0)."""
-
-    format: Literal["fp8_e4m3", "fp8_e5m2"]
-    rounding: Literal["nearest", "truncate"] = "nearest"
-    scales: Literal["engine", "unit"] = "engine"
-
-
 class Probe(Frozen):
     """A one-shot probe. Prompts are kept in memory until they are answered, and nowhere else."""
 
     prompts: tuple[Annotated[str, Field(max_length=200_000)], ...] = Field(min_length=1, max_length=500)
-    formats: tuple[WhatIf, ...] = Field(default=(), max_length=8)
+    formats: tuple[WhatIf, ...] = Field(default=(), max_length=MOST)
     greedy: bool = False
     max_tokens: int = Field(default=64, ge=1, le=4096)
 
 
+class Watch(Frozen):
+    """Formats that live probes try from now on, in place of those before; none: they try none."""
+
+    formats: tuple[WhatIf, ...] = Field(default=(), max_length=MOST)
+
+
 ProbeOnce = Callable[[Probe], Awaitable[dict[str, Any] | None]]
+WatchFormats = Callable[[Watch], str]
 
 
 def management_app(
@@ -83,10 +83,12 @@ def management_app(
     *,
     shadow: Callable[[], dict[str, Any] | None] = lambda: None,
     probe: ProbeOnce | None = None,
+    watch: WatchFormats | None = None,
 ) -> FastAPI:
     """The app; the callables are asked at each request and must not block. NaN and infinity become JSON strings.
 
     `shadow` gives the report of shadow probing, `probe` runs a one-shot probe; both give None while probing is off.
+    `watch` sets the formats that live probes try, and gives why it cannot, "" when it did.
     """
     app = FastAPI(
         title="kvguard management",
@@ -168,6 +170,17 @@ def management_app(
         report = shadow() or {}
         why = f"shadow probes are {report['state']}: {report['reason']}" if report.get("reason") else _SHADOW_OFF
         return _document(found, why)
+
+    @app.put(
+        "/shadow/whatif",
+        response_model=dict[str, Any],
+        responses={404: {"model": Problem}},
+        tags=["shadow"],
+        summary="Let live probes also try these formats; /shadow has the estimates under `whatif`",
+    )
+    async def shadow_whatif(wanted: Watch) -> Response:
+        why = watch(wanted) if watch is not None else _SHADOW_OFF
+        return _document(None if why else shadow(), why)
 
     return app
 

@@ -7,15 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Rounding = Literal["nearest", "truncate"]
+LayerScale = float | Sequence[float]
+
+FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8")
+"""Formats that a pass can put keys and values through: largest values 448, 57344 and 127."""
+
+PER_TOKEN_HEAD = {"fp8_per_token_head": "fp8_e4m3", "int8_per_token_head": "int8"}
+"""vLLM's names for caches whose scales are computed for each token and head, and the format of their values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What one reference pass does to keys and values before it attends.
 
-    format         None: nothing, the pass is exact; else the cache format whose values they become, fp8_e4m3 or fp8_e5m2
+    format         None: nothing, the pass is exact; else the cache format whose values they become, one of FORMATS
     rounding       to nearest (half to even), or toward zero
-    scales         "engine": the layer's own; "unit": 1.0; or {"k": […], "v": […]}, one value for each layer in order
+    scales         "engine": the layer's own; "unit": 1.0; "per_token_head": from each token's and head's largest value;
+                   or {"k": […], "v": […]}, for each layer in order one value, or one for each KV head
     query          the query is quantized too, with the layer's query scale
     probabilities  the softmax's output is quantized too, to e4m3 at 1/448
     """
@@ -23,7 +31,7 @@ class Choice:
     label: str
     format: str | None = None
     rounding: Rounding = "nearest"
-    scales: str | Mapping[str, Sequence[float]] = "engine"
+    scales: str | Mapping[str, Sequence[LayerScale]] = "engine"
     query: bool = False
     probabilities: bool = False
 
@@ -33,10 +41,14 @@ class Choice:
             "label": self.label,
             "format": self.format,
             "rounding": self.rounding,
-            "scales": self.scales if isinstance(self.scales, str) else {k: list(v) for k, v in self.scales.items()},
+            "scales": self.scales if isinstance(self.scales, str) else {name: _plain(v) for name, v in self.scales.items()},
             "query": self.query,
             "probabilities": self.probabilities,
         }
+
+
+def _plain(scales: Sequence[LayerScale]) -> list[float | list[float]]:
+    return [float(one) if isinstance(one, (int, float)) else [float(head) for head in one] for one in scales]
 
 
 EXACT = Choice(label="16bit")

@@ -36,6 +36,7 @@ def report_document(report: ShadowReport) -> dict[str, Any]:
         "collapsed": report.collapsed,
         "pass_seconds": report.pass_seconds,
         "estimates": {name: estimates(report.total(name)) for name in (COST, UNEXPLAINED)},
+        "whatif": {name: estimates(sums) for name, sums in report.whatif.items()},
         "strata": [
             {
                 "prompt_tokens": where.prompt,

@@ -38,6 +38,7 @@ from kvguard.vocabulary import UsageError
 
 log = structlog.get_logger("kvguard")
 
+_PASSES = 3  # exact, the engine's own arithmetic, the positive control
 _IDLE = 0.25  # seconds between looks at the queue
 _CONTROL_AGAIN = 3600.0  # seconds between positive controls
 _TOLERANCE = 0.5  # of the baseline, and at least _LEAST_TOLERANCE nats
@@ -95,6 +96,7 @@ class ShadowReport:
     tolerance: float | None = None
     alarm: AlarmState | None = None
     sums: dict[str, dict[Stratum, Sums]] = field(default_factory=dict)
+    whatif: dict[str, Sums] = field(default_factory=dict)
     probes: int = 0
     collapsed: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
@@ -144,9 +146,10 @@ class Shadow:
             random.Random(seed),  # noqa: S311 -- sampling, not a secret
             batch_tokens=batch_tokens,
             batch_sequences=batch_sequences,
-            passes=3,
+            passes=_PASSES,
         )
         self._choice: Choice | None = None
+        self._watched: tuple[Choice, ...] = ()
         self._recent: list[Observation] = []
         self._skipped: Counter[str] = Counter()
         self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
@@ -160,6 +163,20 @@ class Shadow:
         """The current report, with the sampler's account of now."""
         current = self._report
         return replace(current, skipped=dict(self._skipped), rows=self._sampler.rows())
+
+    def watch(self, choices: Sequence[Choice]) -> str:
+        """Let live probes also try `choices`, in place of those before; their sums start anew with the cost's.
+
+        Returns why that cannot be, "" when it is so.
+        """
+        if choices and not self._reference.choices_possible:
+            return "an external reference has no fake-quantized passes: use `--shadow in-engine`"
+        if not self._open:
+            return f"shadow probes are {self._report.state}: {self._report.reason or 'not probing yet'}"
+        self._watched = tuple(choices)
+        self._sampler.set_passes(_PASSES + len(choices))
+        self._set(whatif={label: Sums() for label in (COST, *(choice.label for choice in choices))} if choices else {})
+        return ""
 
     def offer(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """A client has its answer: maybe probe its request. Parses the body only once probing is on; never raises."""
@@ -385,6 +402,7 @@ class Shadow:
         choices = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else [])]
         control = self._control_choice()
         choices += [control] if control is not None else []
+        choices += self._watched
         scored = await self._score(decode, choices, item.weight, item.stratum, cleared)
         engine_seconds = decode_seconds / running + scored.seconds
         if scored.cause is not None:
@@ -394,7 +412,7 @@ class Shadow:
             self._sampler.failed(item, engine_seconds)
         else:
             self._sampler.done(item, tokens=tokens, pass_seconds=scored.longest, engine_seconds=engine_seconds)
-            self._count(_as_live(scored.observation, self._own), scored.seconds)
+            self._count(_as_live(scored.observation, self._own, tuple(self._report.whatif)), scored.seconds)
 
     @property
     def _own(self) -> str:
@@ -417,6 +435,9 @@ class Shadow:
                 table = sums.setdefault(name, {})
                 one = Sums.of(observation.weight, observation.scores[name])
                 table[observation.stratum] = table.get(observation.stratum, Sums()) + one
+        whatif = report.whatif
+        if whatif.keys() <= observation.scores.keys():  # else it was asked for while this probe was under way
+            whatif = {label: sums + Sums.of(observation.weight, observation.scores[label]) for label, sums in whatif.items()}
         alarm = update(report.alarm, observation) if report.alarm is not None else None
         if alarm is not None and report.alarm is not None and alarm.status is not report.alarm.status:
             level = log.error if alarm.status is Status.REGRESSION else log.info
@@ -428,6 +449,7 @@ class Shadow:
             reason=alarm.reason if alarm is not None else "",
             alarm=alarm,
             sums=sums,
+            whatif=whatif,
             probes=report.probes + 1,
             collapsed=report.collapsed + collapsed,
             pass_seconds=report.pass_seconds + pass_seconds,

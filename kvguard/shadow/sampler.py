@@ -208,6 +208,11 @@ class Sampler(Generic[T]):
         with self._lock:
             self._times.measure(tokens, pass_seconds)
 
+    def set_passes(self, passes: int) -> None:
+        """The number of passes of each later probe."""
+        with self._lock:
+            self._passes = passes
+
     def reset_breaker(self) -> None:
         """The cause of a failure is gone."""
         with self._lock:

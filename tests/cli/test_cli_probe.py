@@ -13,11 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kvguard.cli import main as command
+from kvguard.cli import probe as probe_module
 from kvguard.cli.main import app
 from kvguard.cli.probe import read_prompts
-from kvguard.shadow.document import probe_document
+from kvguard.shadow.document import estimates, probe_document
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation, stratum
 from kvguard.shadow.prompts import SELF_CHECK
+from kvguard.shadow.statistics import sums_of
 from kvguard.vocabulary import UsageError
 from shadow_streams import scored
 
@@ -34,16 +36,24 @@ class Management:
     def __init__(self) -> None:
         self.questions: list[dict[str, Any]] = []
         self.status, self.body = 200, json.dumps(probe_document(SEEN, ["prompt 6: [bold]broken"])).encode()
+        self.bodies: list[bytes] = []
+        """Answered first, one each."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 outer.questions.append({"path": self.path, **json.loads(body)})
+                self.do_GET()
+
+            do_PUT = do_POST
+
+            def do_GET(self) -> None:
+                body = outer.bodies.pop(0) if outer.bodies else outer.body
                 self.send_response(outer.status)
-                self.send_header("content-length", str(len(outer.body)))
+                self.send_header("content-length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(outer.body)
+                self.wfile.write(body)
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -143,6 +153,71 @@ def test_whatif_asks_for_formats(management: Management) -> None:
     ]
 
 
+def test_whatif_with_scales_of_a_file(management: Management, tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps({"k": [0.5, [0.25, 0.125]], "v": [1, 2]}))
+    assert run("whatif", management.url, "--formats", "int8", "--scales", str(path))[0] == 0
+    [question] = management.questions
+    assert question["formats"][0]["scales"] == {"k": [0.5, [0.25, 0.125]], "v": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "Invalid JSON"),
+        ("[]", "Input should be an object"),
+        ('{"k": [1]}', "key v: Field required"),
+        ('{"k": [1], "v": [1, 1]}', "k scales for 1 layers, v scales for 2"),
+        ('{"k": [0], "v": [1]}', "key k.0."),
+        ('{"k": [NaN], "v": [1]}', "key k.0."),
+        ('{"k": [], "v": []}', "key k: "),
+    ],
+)
+def test_a_scales_file_that_is_wrong(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text(content)
+    _, _, error = run("whatif", "http://127.0.0.1:1", "--scales", str(path))
+    assert isinstance(error, UsageError)
+    assert str(error).startswith(f"scales file {path}")
+    assert words in str(error)
+    assert "\n" not in str(error)
+
+
+def _live(requests: int) -> bytes:
+    seen = SEEN[:requests]
+    found = {label: estimates(sums_of(seen, label)) for label in (COST, WHATIF)}
+    return json.dumps({"state": "probing", "reason": "", "whatif": found}).encode()
+
+
+def test_live_whatif_waits_for_requests_and_then_lets_go(management: Management, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "LOOK_EVERY", 0)
+    management.bodies = [_live(0), _live(2), _live(5), _live(0)]
+    code, shown, _ = run("whatif", management.url, "--live", "--probes", "5", "--formats", "fp8_e5m2")
+    assert code == 0
+    formats = [{"format": "fp8_e5m2", "rounding": "nearest", "scales": "engine"}]
+    assert management.questions == [{"path": "/shadow/whatif", "formats": wanted} for wanted in (formats, [])]
+    rows = [line.split() for line in shown.splitlines()]
+    assert [COST, "5", "0.1200"] in [row[:3] for row in rows]
+    assert WHATIF in shown
+    assert management.bodies == []
+
+
+def test_live_whatif_that_is_interrupted_shows_what_there_is(management: Management, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe_module.time, "sleep", interrupted)
+    management.bodies = [_live(3), _live(0)]
+    code, shown, _ = run("whatif", management.url, "--live", "--json")
+    assert (code, json.loads(shown)["requests"]) == (0, 3)
+    assert management.questions[-1] == {"path": "/shadow/whatif", "formats": []}
+
+
+def test_live_whatif_takes_no_prompts(tmp_path: Path) -> None:
+    _, _, error = run("whatif", "http://127.0.0.1:1", "--live", "--prompts", str(written(tmp_path, "a")))
+    assert "give one of them" in str(error)
+
+
 def test_json_is_the_answer_as_it_is(management: Management) -> None:
     code, shown, _ = run("whatif", management.url, "--json")
     assert (code, json.loads(shown)) == (0, json.loads(management.body))
@@ -199,7 +274,7 @@ def test_nobody_there(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_formats_must_be_named() -> None:
     _, _, error = run("whatif", "http://127.0.0.1:1", "--formats", " , ")
-    assert str(error) == "--formats: name at least one of fp8_e4m3, fp8_e5m2"
+    assert str(error).startswith("--formats: name at least one of fp8_e4m3, fp8_e5m2, int8, ")
 
 
 def test_a_limit_out_of_range_is_a_usage_error() -> None:

@@ -227,3 +227,11 @@ def test_a_question_is_bounded_and_whole(inside: ModuleType, monkeypatch: pytest
     assert caller.ask("POST", PATH + "reference", b'{"ids": [1]', leaves=True) == refused
     assert caller.called == []
     assert caller.ask("POST", PATH + "reference", b'{"a": 1}')[0] == 200
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_scales_for_another_number_of_layers_are_named(inside: ModuleType, name: str) -> None:
+    scales = {"k": [1.0, 1.0], "v": [1.0, 1.0], name: [1.0]}
+    request = {"ids": [1, 2, 3], "start": 1, "at": [], "passes": [{"label": "a", "format": "fp8_e4m3", "scales": scales}]}
+    reply = worker(inside, rank=0).kvguard_reference("n", request)
+    assert reply["error"] == f"{name} scales are given for 1 layers, the engine has 2"

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvguard.guard.gate import Status
-from kvguard.proxy.management import Probe, management_app
+from kvguard.proxy.management import Probe, Watch, management_app
 
 
 class Port:
@@ -19,8 +19,21 @@ class Port:
         self.found: dict[str, Any] | None = None
         self.asked: list[Probe] = []
         self.app = management_app(
-            Status, lambda: None, lambda: None, list, CollectorRegistry(), shadow=lambda: self.report, probe=self._probe
+            Status,
+            lambda: None,
+            lambda: None,
+            list,
+            CollectorRegistry(),
+            shadow=lambda: self.report,
+            probe=self._probe,
+            watch=self._watch,
         )
+        self.watched: list[Watch] = []
+        self.why_not = ""
+
+    def _watch(self, wanted: Watch) -> str:
+        self.watched.append(wanted)
+        return self.why_not
 
     async def _probe(self, question: Probe) -> dict[str, Any] | None:
         self.asked.append(question)
@@ -52,6 +65,20 @@ def test_a_probe_is_asked_with_defaults(port: Port) -> None:
     assert (answer.status_code, answer.json()) == (200, {"requests": 1})
     [question] = port.asked
     assert (question.max_tokens, question.greedy, question.formats[0].rounding) == (64, False, "nearest")
+
+
+def test_live_probes_try_the_formats_asked_for(port: Port) -> None:
+    port.report = {"whatif": {}}
+    given = {"k": [0.5, [0.25, 1]], "v": [1, 2]}
+    formats = [{"format": "fp8_e4m3", "scales": given}, {"format": "int8_per_token_head"}]
+    answer = port.ask("PUT", "/shadow/whatif", {"formats": formats})
+    assert (answer.status_code, answer.json()) == (200, {"whatif": {}})
+    choices = [one.choice() for one in port.watched[0].formats]
+    assert (choices[0].label, choices[0].as_question()["scales"]) == ("fp8_e4m3 nearest, scales given", given)
+    assert (choices[1].label, choices[1].format, choices[1].scales) == ("int8_per_token_head nearest", "int8", "per_token_head")
+    assert port.ask("PUT", "/shadow/whatif", {"formats": []}).status_code == 200
+    port.why_not = "shadow probes are checking"
+    assert port.ask("PUT", "/shadow/whatif", {"formats": []}).json() == {"detail": port.why_not}
 
 
 def test_why_there_is_no_probe(port: Port) -> None:

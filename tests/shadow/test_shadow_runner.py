@@ -521,3 +521,40 @@ def test_the_data_plane_hands_over_and_parses_nothing() -> None:
             assert probing.report.skipped["not_json"] == 64
 
     live(scenario())
+
+
+# --- live what-if ---
+
+
+def test_live_probes_try_what_is_watched() -> None:
+    wanted = Choice(label="fp8_e5m2 nearest", format="fp8_e5m2")
+
+    async def scenario() -> None:
+        async with Probing(FakeReference({**TRUNCATES, wanted.label: 0.3})) as probing:
+            await probed(probing)
+            assert probing.report.whatif == {}
+            assert probing.shadow.watch([wanted]) == ""
+            await probed(probing, 3)
+            found = report_document(probing.report)["whatif"]
+            assert list(found) == [COST, wanted.label]
+            assert [one["requests"] for one in found.values()] == [3, 3], "the cost of the same requests"
+            assert found[wanted.label]["abs_delta"]["value"] == pytest.approx(0.3, rel=0.11)
+            assert probing.shadow.watch([]) == ""
+            await probed(probing)
+            assert probing.report.whatif == {}
+            assert probing.reference.asked[-1] != wanted.label
+            assert report_document(probing.report)["estimates"][COST]["requests"] == 5
+
+    live(scenario())
+
+
+def test_where_nothing_can_be_watched() -> None:
+    wanted = Choice(label="fp8_e5m2 nearest", format="fp8_e5m2")
+
+    async def scenario() -> None:
+        probing = Probing()
+        assert probing.shadow.watch([wanted]) == "shadow probes are checking: the self-check has not run yet"
+        async with Probing(FakeReference(choices_possible=False)) as external:
+            assert "no fake-quantized passes" in external.shadow.watch([wanted])
+
+    live(scenario())

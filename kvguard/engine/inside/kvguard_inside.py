@@ -118,7 +118,8 @@ def _config(config: Any, name: str) -> Any:
 
 # ---- The reference pass: exact 16-bit attention over the pass's own keys and values, in the engine's own weights ----
 
-_E4M3_MAX, _E5M2_MAX = 448.0, 57344.0
+_E4M3_MAX, _E5M2_MAX, _INT8_MAX = 448.0, 57344.0, 127.0
+_LARGEST = {"fp8_e4m3": _E4M3_MAX, "fp8_e5m2": _E5M2_MAX, "int8": _INT8_MAX}
 _QUERY_ROWS = 256  # rows of queries attended at a time, so that a long sequence needs no n × n × heads at once
 _LOGIT_ROWS = 64  # rows of logits held at a time: 64 × 128k vocabulary × 4 bytes are 33 MB
 
@@ -130,8 +131,11 @@ def _fake_quantize(tensor: Any, scale: Any, form: str, rounding: str) -> Any:
     """
     import torch  # noqa: PLC0415 (the engine's own)
 
-    dtype, limit = (torch.float8_e4m3fn, _E4M3_MAX) if form == "fp8_e4m3" else (torch.float8_e5m2, _E5M2_MAX)
+    limit = _LARGEST[form]
     scaled = (tensor.float() / scale).clamp(-limit, limit)
+    if form == "int8":
+        return (scaled.trunc() if rounding == "truncate" else scaled.round()) * scale
+    dtype = torch.float8_e4m3fn if form == "fp8_e4m3" else torch.float8_e5m2
     stored = scaled.to(dtype)
     if rounding == "truncate":
         over = stored.float().abs() > scaled.abs()
@@ -171,7 +175,7 @@ class _ExactAttention:
             ]
         q, k, v = query.float(), key.float(), value.float()
         if choice.get("format"):
-            k_scale, v_scale = self._scales()
+            k_scale, v_scale = self._scales(k, v)
             k = _fake_quantize(k, k_scale, choice["format"], choice.get("rounding", "nearest"))
             v = _fake_quantize(v, v_scale, choice["format"], choice.get("rounding", "nearest"))
             if choice.get("compute") == "16bit":  # kernels dequantize into the model's dtype before they multiply
@@ -205,18 +209,31 @@ class _ExactAttention:
             output[begin : begin + len(rows)].copy_(attended.to(output.dtype).view(len(rows), heads, -1))
         return output
 
-    def _scales(self) -> tuple[Any, Any]:
-        """Scales of keys and values: the engine's own, 1.0, or given for each layer."""
+    def _scales(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """Scales of keys and values: the engine's own, 1.0, of each token and head, or given for each layer (and head)."""
         scales = self._choice.get("scales", "engine")
+        if scales == "per_token_head":
+            limit = _LARGEST[self._choice["format"]]
+            smallest = 1e-12  # a head of zeros stays zeros
+            return tuple(one.abs().amax(dim=-1, keepdim=True).clamp_min(smallest) / limit for one in (k, v))
         if scales == "unit":
             return 1.0, 1.0
         if scales == "engine":
             return _broadcast(self._layer._k_scale), _broadcast(self._layer._v_scale)
-        return float(scales["k"][self._index]), float(scales["v"][self._index])
+        return _given(scales["k"][self._index], k), _given(scales["v"][self._index], v)
 
     def _query_scale(self) -> Any:
         own = getattr(self._layer, "_q_scale", None)
         return 1.0 if own is None else _broadcast(own)
+
+
+def _given(scale: Any, tensor: Any) -> Any:
+    """A given scale: a number, or one for each KV head of `tensor` [tokens, KV heads, size]."""
+    if not isinstance(scale, list):
+        return float(scale)
+    if len(scale) != tensor.shape[1]:
+        raise ValueError(f"{len(scale)} scales given for {tensor.shape[1]} KV heads")
+    return tensor.new_tensor(scale).reshape(1, -1, 1)
 
 
 def _broadcast(scale: Any) -> Any:
@@ -267,6 +284,17 @@ def _inexact(worker: Any) -> list[str]:
         if getattr(layer, "head_size_v", getattr(layer, "head_size", None)) != getattr(layer, "head_size", None):
             reasons.append(f"{name}: keys and values of different sizes")
     return reasons
+
+
+def _wrong_scales(choices: list[dict[str, Any]], layers: int) -> str:
+    """Why scales given for a pass cannot be this model's, "" when they can."""
+    for choice in choices:
+        scales = choice.get("scales")
+        given = scales if isinstance(scales, dict) else {}
+        for name, values in given.items():
+            if len(values) != layers:
+                return f"{name} scales are given for {len(values)} layers, the engine has {layers}"
+    return ""
 
 
 def _swap(layers: dict[str, Any], choice: dict[str, Any], amax: dict[str, Any] | None) -> list[tuple[Any, Any, Any]]:
@@ -386,8 +414,9 @@ class WorkerExtension(_BASE):  # type: ignore[misc,valid-type]
     def kvguard_reference(self, nonce: str, request: dict[str, Any]) -> dict[str, Any]:
         """Score `request["ids"]` from position `request["start"]` on, once for each choice in `request["passes"]`.
 
-        A choice: {label, format: null|"fp8_e4m3"|"fp8_e5m2", rounding, scales: "engine"|"unit"|{k: […], v: […]},
-        query, probabilities}. `at` lists, for each scored position, further ids whose log probabilities are wanted.
+        A choice: {label, format: null|"fp8_e4m3"|"fp8_e5m2"|"int8", rounding,
+        scales: "engine"|"unit"|"per_token_head"|{k: […], v: […]}, query, probabilities}. `at` lists, for each scored
+        position, further ids whose log probabilities are wanted.
         """
         begun = time.perf_counter()
         reply: dict[str, Any] = {"nonce": nonce, "rank": getattr(self, "rank", None), "error": None, "passes": []}
@@ -395,8 +424,9 @@ class WorkerExtension(_BASE):  # type: ignore[misc,valid-type]
             reply["tp_size"] = int(self.vllm_config.parallel_config.tensor_parallel_size)
             reasons = _inexact(self)
             limit = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
-            if reasons:
-                reply["error"] = "not exact: " + "; ".join(reasons[:4])
+            wrong = _wrong_scales(request.get("passes", []), len(_attention_layers(self.model_runner)))
+            if reasons or wrong:
+                reply["error"] = wrong or "not exact: " + "; ".join(reasons[:4])
             elif not 0 < request["start"] < len(request["ids"]) <= limit:
                 reply["error"] = f"{len(request['ids'])} tokens from {request['start']}: at most {limit} in one batch"
             else:
