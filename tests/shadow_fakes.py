@@ -109,6 +109,7 @@ class Probing:
         reference: FakeReference | None = None,
         engine: FakeEngine | None = None,
         dtype: str = "fp8_e4m3",
+        accepted: tuple[float | None, float | None] = (None, None),
         **settings: Any,
     ) -> None:
         self.reference = reference or FakeReference()
@@ -128,6 +129,8 @@ class Probing:
             batch_tokens=2048,
             batch_sequences=8,
             figures=self._figures,
+            baseline=accepted[0],
+            tolerance=accepted[1],
             clock=self.clock,
             seed=1,
         )

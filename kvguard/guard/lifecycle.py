@@ -28,7 +28,7 @@ from kvguard.guard.shadowing import probe_traffic
 from kvguard.guard.state import Event
 from kvguard.guard.surface import Surface
 from kvguard.guard.verify import Evidence, verify_engine
-from kvguard.policy.models import OnRegression, OnViolation, Policy
+from kvguard.policy.models import OnRegression, OnViolation, Policy, ShadowPolicy
 from kvguard.record.build import build_record
 from kvguard.record.digest import content_digest
 from kvguard.record.statement import Change, Verdict
@@ -363,6 +363,7 @@ class Guard:
             self._surface,
             limits=self._limits,
             model=self._prepared.command.model,
+            accepted=self._policy.shadow if self._policy is not None else ShadowPolicy(),
         )
 
     async def _died(self, engine: EngineProcess, seen: str) -> int:

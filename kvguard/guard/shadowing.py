@@ -13,6 +13,7 @@ from kvguard.evidence.replies import Limits
 from kvguard.guard.board import Board
 from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_OFF, Settings
 from kvguard.guard.surface import Surface
+from kvguard.policy.models import ShadowPolicy
 from kvguard.shadow.references import External, InEngine
 from kvguard.shadow.runner import Reference, Shadow
 from kvguard.vocabulary import UsageError
@@ -29,19 +30,27 @@ async def probe_traffic(
     *,
     limits: Limits,
     model: str,
+    accepted: ShadowPolicy,
 ) -> None:
     """Probe until cancelled, when that is on. Whatever goes wrong is logged, and never a client's concern."""
     if settings.shadow == SHADOW_OFF:
         return
     try:
-        await _probe_traffic(client, secret, settings, board, surface, limits, model)
+        await _probe_traffic(client, secret, settings, board, surface, limits, model, accepted)
     except Exception as error:  # a bug in probing must not end serving; what the error says could hold a prompt
         where = "".join(traceback.format_tb(error.__traceback__))
         log.error("shadow probing ended unexpectedly; serving goes on without it", error=type(error).__name__, traceback=where)
 
 
 async def _probe_traffic(
-    client: EngineClient, secret: str, settings: Settings, board: Board, surface: Surface, limits: Limits, model: str
+    client: EngineClient,
+    secret: str,
+    settings: Settings,
+    board: Board,
+    surface: Surface,
+    limits: Limits,
+    model: str,
+    accepted: ShadowPolicy,
 ) -> None:
     async def figures() -> EngineFigures:
         """The engine's load now; empty when its metrics cannot be read."""
@@ -60,6 +69,8 @@ async def _probe_traffic(
         settings.shadow_settings,
         served_model=names[0] if names else model,
         base_models=names,
+        baseline=accepted.baseline,
+        tolerance=accepted.tolerance,
         dtype=board.status.effective.dtype,
         batch_tokens=limits.max_num_batched_tokens if other is None else None,
         batch_sequences=limits.max_num_seqs,

@@ -162,6 +162,23 @@ class ShadowPolicy(Frozen):
         "`alert`: the metrics and the log say so. `unready`: readiness fails as well, so that routers send requests elsewhere. "
         "Default: `alert`, because a measurement must not be what takes a fleet down.",
     )
+    baseline: float | None = Field(
+        default=None,
+        ge=0,
+        le=10,
+        allow_inf_nan=False,
+        description="Accepted mean |Δ logprob| of a request, in nats by token, that the cache's format does not explain, for "
+        "this model and configuration: what `/shadow` showed as `measured_baseline` when its quality was accepted. The alarm "
+        "is held against it, and a start whose self-check is above it is a regression at once. Default: each start's own "
+        "self-check, which cannot see what was wrong from the start.",
+    )
+    tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        allow_inf_nan=False,
+        description="How much above the baseline is accepted, in nats by token. Default: half of it, and at least 0.02.",
+    )
 
 
 class Policy(Frozen):

@@ -30,6 +30,7 @@ def report_document(report: ShadowReport) -> dict[str, Any]:
         "fidelity": report.fidelity.model_dump(mode="json") if report.fidelity else None,
         "control": report.control.model_dump(mode="json") if report.control else None,
         "baseline": report.baseline,
+        "measured_baseline": report.measured_baseline,
         "tolerance": report.tolerance,
         "alarm": {"status": str(alarm.status), "reason": alarm.reason, "evidence": alarm.wealth.value} if alarm else None,
         "probes": report.probes,

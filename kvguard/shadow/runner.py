@@ -22,6 +22,7 @@ import structlog
 from kvguard.engine.client import EngineClient
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.reference.models import EXACT, Choice, Decode, Pass
+from kvguard.shadow.budget import LEAST_TOKENS
 from kvguard.shadow.candidate import Candidate, Rules, Skipped, own_limit, read_request
 from kvguard.shadow.control import CONTROL, Control, positive_control
 from kvguard.shadow.fidelity import Fidelity, candidates, choice_named, judge_fidelity
@@ -40,6 +41,7 @@ log = structlog.get_logger("kvguard")
 
 _PASSES = 3  # exact, the engine's own arithmetic, the positive control
 _IDLE = 0.25  # seconds between looks at the queue
+_PATIENCE = 60.0  # seconds that the self-check waits for idle moments only
 _CONTROL_AGAIN = 3600.0  # seconds between positive controls
 _TOLERANCE = 0.5  # of the baseline, and at least _LEAST_TOLERANCE nats
 _LEAST_TOLERANCE = 0.02
@@ -93,6 +95,7 @@ class ShadowReport:
     fidelity: Fidelity | None = None
     control: Control | None = None
     baseline: float | None = None
+    measured_baseline: float | None = None
     tolerance: float | None = None
     alarm: AlarmState | None = None
     sums: dict[str, dict[Stratum, Sums]] = field(default_factory=dict)
@@ -123,16 +126,21 @@ class Shadow:
         batch_sequences: int | None,
         figures: Callable[[], Awaitable[EngineFigures]],
         base_models: Iterable[str] = (),
+        baseline: float | None = None,
+        tolerance: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
         """`dtype` is the engine's effective KV dtype; `figures` reads its load now; `base_models` are further names of
-        the served model."""
+        the served model. `baseline` and `tolerance` (nats by token) are the accepted ones, None: what the self-check finds.
+        """
         self._client = client
         self._reference = reference
         self._settings = settings
         self._served_model = served_model
         self._dtype = dtype
+        self._accepted = baseline
+        self._tolerance = tolerance
         self._figures = figures
         self._clock = clock
         self._rules = Rules(
@@ -150,6 +158,7 @@ class Shadow:
         )
         self._choice: Choice | None = None
         self._watched: tuple[Choice, ...] = ()
+        self._patient_until = self._paced_until = 0.0
         self._recent: list[Observation] = []
         self._skipped: Counter[str] = Counter()
         self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
@@ -262,6 +271,7 @@ class Shadow:
         choices += (control,) if control is not None else ()
         seen: list[Observation] = []
         problems: Counter[str] = Counter()
+        self._patient_until = self._clock() + _PATIENCE
         for number, prompt in enumerate(SELF_CHECK):
             await self._quiet()
             decode, problem = await self._decode_prompt(prompt, number)
@@ -288,21 +298,39 @@ class Shadow:
         named = [_as_live(observation, self._own) for observation in seen]
         found = sums_of(named, UNEXPLAINED).estimate(Measure.REQUEST_ABS_DELTA)
         # The upper end: a baseline from a dozen requests that is too low by chance would alarm on a healthy engine.
-        baseline = found.high if found.high is not None else (found.value or 0.0)
-        tolerance = max(_TOLERANCE * baseline, _LEAST_TOLERANCE)
+        measured = found.high if found.high is not None else (found.value or 0.0)
+        baseline = measured if self._accepted is None else self._accepted
+        tolerance = self._tolerance or max(_TOLERANCE * baseline, _LEAST_TOLERANCE)
         test = AlarmTest(
             baseline=baseline,
             tolerance=tolerance,
             cap=max(1.0, 4.0 * (baseline + tolerance)),
             max_weight=_max_weight(self._settings),
         )
-        self._set(state="probing", reason="", fidelity=fidelity, baseline=baseline, tolerance=tolerance, alarm=begin(test))
+        self._set(
+            state="probing",
+            reason="",
+            fidelity=fidelity,
+            baseline=baseline,
+            measured_baseline=measured,
+            tolerance=tolerance,
+            alarm=begin(test),
+        )
         for observation in named:
             self._remember(observation)
         self._run_control(self._recent)
         broken = "nan logprob" if not_a_number else next((how for one in named if (how := collapse_of(one))), "")
-        if broken or baseline > _DAMAGED:
-            reason = f"the self-check shows damage: {broken or f'unexplained |Δ logprob| {baseline:.3g} by token'}"
+        least = found.low if found.low is not None else measured
+        if broken or measured > _DAMAGED:
+            reason = f"the self-check shows damage: {broken or f'unexplained |Δ logprob| {measured:.3g} by token'}"
+        elif self._accepted is not None and least > test.bound:
+            reason = (
+                f"the self-check finds unexplained |Δ logprob| of at least {least:.4g} by token, more than the accepted "
+                f"baseline {baseline:.4g} + tolerance {tolerance:.4g}"
+            )
+        else:
+            reason = ""
+        if reason:
             alarm = self._report.alarm or begin(test)
             self._set(state="regression", reason=reason, alarm=replace(alarm, regression=reason))
             log.error("shadow self-check", reason=reason)
@@ -315,13 +343,21 @@ class Shadow:
         )
 
     async def _quiet(self) -> None:
-        """Wait until no client's request waits or runs: the self-check is never in anybody's way."""
+        """Wait until no client's request waits or runs. A replica that is never idle gets the check within the budget."""
         while True:
-            load = await self._figures()
+            load, now = await self._figures(), self._clock()
             if load.waiting == 0 and load.running == 0:
                 return
+            if now > max(self._patient_until, self._paced_until):
+                figures = (load.waiting, load.kv_pinned_ratio, load.running)
+                if self._sampler.clearance(now, LEAST_TOKENS, *figures) is None:
+                    return
             self._set(reason="the self-check waits for a moment without clients' requests")
             await asyncio.sleep(_IDLE)
+
+    def _pace(self, seconds: float) -> None:
+        """The self-check took this much engine time: the share of the budget has to pay for it before it goes on."""
+        self._paced_until = self._clock() + seconds / self._settings.engine_share
 
     async def _decode_prompt(self, prompt: str, number: int) -> tuple[Decode | None, str]:
         """Decoded as live replays are, since the baseline is held against them; a seed makes two starts agree."""
@@ -369,6 +405,7 @@ class Shadow:
             if cause is not None:
                 return _Passes(seconds=seconds, longest=longest, cause=cause)
             scored = await self._reference.run(decode, [choice])
+            self._pace(scored.seconds)
             seconds, longest = seconds + scored.seconds, max(longest, scored.seconds)
             if scored.problem:
                 return _Passes(problem=scored.problem, seconds=seconds, longest=longest)

@@ -17,7 +17,8 @@ STATES = ("off", "checking", "probing", "blind", "refused", "regression")
 SHADOW_FAMILIES = (
     Family("kvguard_shadow_state", "gauge", "1 for the state of shadow probing, 0 for the others.", ("state",)),
     Family("kvguard_shadow_fidelity_info", "gauge", "What explains the engine's decode, by the self-check.", ("explained_by",)),
-    Family("kvguard_shadow_noise_floor_nats", "gauge", "Accepted baseline of unexplained mean |delta logprob| of a request."),
+    Family("kvguard_shadow_noise_floor_nats", "gauge", "Unexplained mean |delta logprob| of a request, by the self-check."),
+    Family("kvguard_shadow_baseline_nats", "gauge", "Accepted mean of the same: the policy's, or the self-check's."),
     Family("kvguard_shadow_control_power_ratio", "gauge", "Share of streams in which the positive control would be seen."),
     Family("kvguard_shadow_evidence", "gauge", "Evidence of the sequential test for a regression; 1/alpha alarms."),
     Family("kvguard_shadow_probes_total", "counter", "Requests probed.", ()),
@@ -82,7 +83,8 @@ def _self_check(report: ShadowReport) -> Iterator[Metric]:
         info = _metric("kvguard_shadow_fidelity_info")
         info.add_sample(info.name, {"explained_by": report.fidelity.explained_by}, 1.0)
         yield info
-    yield from _one("kvguard_shadow_noise_floor_nats", report.baseline)
+    yield from _one("kvguard_shadow_noise_floor_nats", report.measured_baseline)
+    yield from _one("kvguard_shadow_baseline_nats", report.baseline)
     yield from _one("kvguard_shadow_control_power_ratio", report.control.power if report.control else None)
     yield from _one("kvguard_shadow_evidence", report.alarm.wealth.value if report.alarm else None)
 

@@ -18,6 +18,7 @@ from kvguard.guard.board import Board
 from kvguard.guard.gate import Gate
 from kvguard.guard.settings import Settings
 from kvguard.guard.surface import Tap
+from kvguard.policy.models import ShadowPolicy
 from kvguard.shadow.references import External, InEngine
 from kvguard.shadow.runner import Shadow
 from kvguard.vocabulary import Effective
@@ -69,7 +70,14 @@ class World:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=2048)
         client = cast(EngineClient, self.engine)
         await shadowing.probe_traffic(
-            client, "s3cret", self.settings, self.board, self.surface, limits=limits, model="/models/m"
+            client,
+            "s3cret",
+            self.settings,
+            self.board,
+            self.surface,
+            limits=limits,
+            model="/models/m",
+            accepted=ShadowPolicy(baseline=0.04),
         )
 
 
@@ -89,6 +97,7 @@ def test_the_tap_is_there_while_probing_runs(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(shadow._reference, InEngine)
         assert (shadow._served_model, shadow._dtype) == ("one", "fp8_e4m3")
         assert shadow._rules.base_models == {"one", "two"}
+        assert (shadow._accepted, shadow._tolerance) == (0.04, None)
         assert shadow._sampler._batch_tokens == 2048
         seen.append(await shadow._figures())
 

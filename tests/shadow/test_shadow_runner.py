@@ -187,6 +187,31 @@ def test_the_self_check_waits_for_an_idle_engine(busy: EngineFigures) -> None:
     live(scenario())
 
 
+def test_a_replica_that_is_never_idle_is_checked_within_the_budget() -> None:
+    async def scenario() -> None:
+        probing = Probing(FakeReference(seconds=0.1), engine_share=0.02)
+        probing.load = EngineFigures(running=3.0, waiting=0.0, kv_pinned_ratio=0.1)
+        task = asyncio.create_task(probing.shadow.run())
+        await probing.until(lambda: probing.looks > 3)
+        assert probing.engine.asked == []
+        probing.clock.now += 61
+        await probing.until(lambda: len(probing.reference.asked) == 1)
+        for passes in range(2, 5):
+            looks = probing.looks
+            await probing.until(lambda looks=looks: probing.looks > looks + 3)
+            assert len(probing.reference.asked) == passes - 1, "the share has not paid for the last pass yet"
+            probing.clock.now += 5.01
+            await probing.until(lambda passes=passes: len(probing.reference.asked) == passes)
+        probing.load = EngineFigures(running=3.0, waiting=1.0, kv_pinned_ratio=0.1)
+        probing.clock.now += 5.01
+        looks = probing.looks
+        await probing.until(lambda: probing.looks > looks + 3)
+        assert len(probing.reference.asked) == 4, "somebody waits"
+        await runner.cancel(task)
+
+    live(scenario())
+
+
 def test_an_external_reference_is_blind_and_never_says_no_loss() -> None:
     async def scenario() -> None:
         async with Probing(FakeReference(choices_possible=False)) as probing:
@@ -521,6 +546,40 @@ def test_the_data_plane_hands_over_and_parses_nothing() -> None:
             assert probing.report.skipped["not_json"] == 64
 
     live(scenario())
+
+
+# --- an accepted baseline ---
+
+
+def test_an_accepted_baseline_is_what_the_alarm_is_held_against() -> None:
+    async def scenario() -> None:
+        async with Probing(accepted=(0.05, 0.01)) as probing:
+            report = probing.report
+            assert report.alarm is not None
+            assert (report.alarm.test.baseline, report.alarm.test.tolerance) == (0.05, 0.01)
+            shown = report_document(report)
+            assert (shown["state"], shown["baseline"], shown["tolerance"]) == ("probing", 0.05, 0.01)
+            assert 0.03 < shown["measured_baseline"] < 0.033
+            exported = generate_latest(_registry(probing)).decode()
+            assert "kvguard_shadow_baseline_nats 0.05\n" in exported
+            assert "kvguard_shadow_noise_floor_nats 0.03" in exported
+
+    live(scenario())
+
+
+def test_a_start_above_the_accepted_baseline_is_a_regression() -> None:
+    async def scenario() -> None:
+        async with Probing(accepted=(0.01, 0.005)) as probing:
+            assert probing.report.state == "regression"
+            assert "more than the accepted baseline 0.01 + tolerance 0.005" in probing.report.reason
+
+    live(scenario())
+
+
+def _registry(probing: Probing) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(ShadowCollector(lambda: probing.report))
+    return registry
 
 
 # --- live what-if ---

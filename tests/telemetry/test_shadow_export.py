@@ -36,6 +36,7 @@ FULL = ShadowReport(
     fidelity=Fidelity(explained_by="fp8_e4m3 truncate", residuals={"16bit": 0.1}, requests=12, reason="r"),
     control=Control(blind="", power=0.95, probes=100, streams=200, effect=0.4, target=0.1),
     baseline=0.03,
+    measured_baseline=0.025,
     tolerance=0.02,
     alarm=begin(AlarmTest(baseline=0.03, tolerance=0.02), blind=""),
     sums={name: {where: sums(mean) for where in STRATA} for name, mean in ((COST, 0.1), (UNEXPLAINED, 0.03))},
@@ -83,7 +84,7 @@ def test_figures() -> None:
     export = Export(FULL)
     assert [state for state in STATES if export.value("state", state=state)] == ["probing"]
     assert export.value("fidelity_info", explained_by="fp8_e4m3 truncate") == 1
-    assert export.value("noise_floor_nats") == 0.03
+    assert (export.value("noise_floor_nats"), export.value("baseline_nats")) == (0.025, 0.03)
     assert export.value("control_power_ratio") == 0.95
     assert export.value("evidence") == 1
     assert export.value("probes_total") == 48
