@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvguard.checkpoint.geometry import read_geometry, text_section
-from kvguard.checkpoint.json_config import Section, parse_object
+from kvguard.checkpoint.json_config import Section, kind, parse_object
+from kvguard.checkpoint.mistral import PARAMS, adapt
 from kvguard.checkpoint.models import CheckpointFiles, Declared, DeclaredScales, Geometry, KVScheme, Quantization
 from kvguard.checkpoint.quantization import (
     CONFIG,
@@ -17,9 +18,11 @@ from kvguard.checkpoint.quantization import (
     effective_method,
     find_quantization,
     find_scheme,
+    other_schemes,
 )
 from kvguard.checkpoint.scales import declared_scales
 from kvguard.facts.kv_resolution import COMPRESSED_TENSORS, never_resolves
+from kvguard.facts.producers import intended_scale
 from kvguard.facts.versions import NEWEST
 from kvguard.vocabulary import Claim, ScaleState, Source, Stage, UsageError, canonical_dtype
 
@@ -32,19 +35,23 @@ def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = Non
 
     UsageError, naming file and key, when config.json is missing or holds what vLLM cannot start with.
     """
-    if files.config_json is None:
+    if files.config_json is None and files.params_json is None:
         raise UsageError(f"{files.directory}: no config.json; a Hugging Face model directory is needed")
     overrides = parse_object(json.dumps(hf_overrides).encode(), OVERRIDES) if hf_overrides else {}
-    config = apply_overrides(parse_object(files.config_json, CONFIG), overrides)
+    name, written = written_config(files)
+    config = apply_overrides(written, overrides)
     sidecar_bytes = files.hf_quant_config_json
     sidecar = None if sidecar_bytes is None else parse_object(sidecar_bytes, SIDECAR)
-    section = Section(config, CONFIG)
+    section = Section(config, name)
     text = text_section(section)
     geometry = read_geometry(section)
-    block = find_quantization(config, sidecar, overrides)
+    block = find_quantization(config, sidecar, overrides, name=name)
     quantization = block[0] if block else None
     scheme = find_scheme(*block) if block else None
+    others = other_schemes(config, sidecar, quantization)
     dtype, dtype_where, dtype_findings = _model_dtype(section, text)
+    if dtype is None and name == PARAMS:
+        dtype, dtype_where, dtype_findings = *_stored_dtype(files), ()
     scales, scale_findings = declared_scales(files, geometry)
     architectures = section.words("architectures") or ()
     model_type = section.text("model_type")
@@ -56,6 +63,7 @@ def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = Non
         quant_method=effective_method(quantization, NEWEST),
         quantization=quantization,
         kv_scheme=scheme,
+        other_schemes=others,
         geometry=geometry,
         scales=scales,
         has_chat_template=files.has_chat_template,
@@ -67,10 +75,19 @@ def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = Non
             *_quantization_findings(quantization, scheme, sidecar),
             *dtype_findings,
             *scale_findings,
-            *_scale_state_findings(scales, scheme),
+            *(_not_taken(other, quantization) for other in others),
+            *_scale_state_findings(scales, scheme, quantization),
             *_weight_findings(files, geometry),
         ),
     )
+
+
+def written_config(files: CheckpointFiles) -> tuple[str, dict[str, Any]]:
+    """The config vLLM takes, before overrides, and its file's name: config.json, or params.json filled in by it."""
+    written = {} if files.config_json is None else parse_object(files.config_json, CONFIG)
+    if files.params_json is None:
+        return CONFIG, written
+    return PARAMS, adapt(parse_object(files.params_json, PARAMS), written)
 
 
 def _model_dtype(config: Section, text: Section) -> tuple[str | None, str, tuple[str, ...]]:
@@ -85,6 +102,20 @@ def _model_dtype(config: Section, text: Section) -> tuple[str | None, str, tuple
     return None, "", (f"{CONFIG}: no dtype; what a 16-bit cache would hold is decided by the engine",)
 
 
+def _stored_dtype(files: CheckpointFiles) -> tuple[str | None, str]:
+    """The one 16-bit dtype of the stored tensors, as vLLM infers it for Mistral's format; None when it is not one."""
+    names = {"BF16": "bfloat16", "F16": "float16"}
+    stored = {tensor.dtype for header in files.safetensors for tensor in header.tensors.values()}
+    found = [names[dtype] for dtype in names if dtype in stored]
+    alone = len(found) == 1 and not stored & {"F32", "F64"}
+    return (found[0], f"{files.safetensors[0].file}: the tensors' dtype") if alone else (None, "")
+
+
+def _not_taken(other: KVScheme, quantization: Quantization | None) -> str:
+    before = f" while {quantization.where} exists" if quantization is not None else ""
+    return f"{other.where} = {kind(other.raw)} also declares a KV cache; vLLM does not read it{before}"
+
+
 def _traits(architectures: tuple[str, ...], text: Section) -> frozenset[str]:
     """Architecture features that facts.kv_resolution.model_rule has rules for."""
     model_type = text.text("model_type") or ""
@@ -92,7 +123,12 @@ def _traits(architectures: tuple[str, ...], text: Section) -> frozenset[str]:
         "deepseek_v32": "DeepseekV32ForCausalLM" in architectures,
         "glm_moe_dsa": "GlmMoeDsaForCausalLM" in architectures,
         "sparse_mla": text.has("index_topk") is not None and text.has("kv_lora_rank") is not None,
-        "deepseek_v4": model_type.startswith("deepseek_v4") or text.has("compress_ratios") is not None,
+        "deepseek_v4": model_type.startswith("deepseek_v4")
+        or text.has("compress_ratios") is not None
+        or any(name.startswith("DeepseekV4") for name in architectures),
+        "deepseek_v41": model_type.startswith("deepseek_v41") or any(name.startswith("DeepseekV41") for name in architectures),
+        "mixed_head_sizes": text.has("global_head_dim") is not None
+        and text.value.get("global_head_dim") != text.value.get("head_dim"),
         "dots3_note": model_type == "dots3_note",
     }
     return frozenset(name for name, holds in checks.items() if holds)
@@ -163,7 +199,9 @@ def _quantization_findings(
     return tuple(findings)
 
 
-def _scale_state_findings(scales: DeclaredScales, scheme: KVScheme | None) -> tuple[str, ...]:
+def _scale_state_findings(
+    scales: DeclaredScales, scheme: KVScheme | None, quantization: Quantization | None
+) -> tuple[str, ...]:
     findings = []
     for title, places in (("missing in", scales.missing_layers), ("not usable in", scales.invalid_layers)):
         if places:
@@ -172,6 +210,10 @@ def _scale_state_findings(scales: DeclaredScales, scheme: KVScheme | None) -> tu
     if scheme and scales.state is ScaleState.UNIT_DEFAULT:
         silent = ", and vLLM prints no warning" if scheme.producer == COMPRESSED_TENSORS else ""
         findings.append(f"{scheme.where}: declared, but the files have no KV scale tensors: scale 1.0 is used{silent}")
+    if scheme and quantization:
+        intended = intended_scale(quantization.producer, quantization.producer_version, scales.state.value)
+        if intended is not None:
+            findings.append(f"{quantization.where}: {intended.reason}")
     return tuple(findings)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvguard.checkpoint.json_config import Section
-from kvguard.checkpoint.models import Geometry
+from kvguard.checkpoint.models import Geometry, RecurrentState
 from kvguard.facts.kv_dtypes import boundary_layers, bytes_per_token_per_layer
 from kvguard.facts.versions import NEWEST, read_data
 from kvguard.vocabulary import UsageError
@@ -24,7 +24,7 @@ def read_geometry(config: Section) -> Geometry:
 
     UsageError for values of the wrong type; `unknown_reason` for whatever the arithmetic does not cover.
     """
-    text = text_section(config)
+    text = _with_defaults(text_section(config))
     layers = text.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if layers is not None and layers > MAX_LAYERS:
         raise text.wrong(text.has("num_hidden_layers", "n_layer", "n_layers", "num_layers") or "", f"<= {MAX_LAYERS}")
@@ -35,27 +35,35 @@ def read_geometry(config: Section) -> Geometry:
     head_size = _latent_size(text) if mla else _head_size(text, heads)
     kv_heads = 1 if mla else _kv_heads(text, heads)
     window = _window(text)
-    sliding = sum(1 for kind in types if kind in _WINDOW_ATTENTION)
+    kept = types if indices is None else [types[index] for index in indices if index < len(types)]
+    sliding = sum(1 for kind in kept if kind in _WINDOW_ATTENTION)
     hybrid = text.has(*_RECURRENT_KEYS) is not None or any(kind not in _FULL_ATTENTION | _WINDOW_ATTENTION for kind in types)
+    state = _mamba_state(text, layers, types, indices) if hybrid else None
+    indexer = _indexer_bytes(text)
     return Geometry(
         attention_layers=None if indices is None else len(indices),
         kv_heads=kv_heads or None,
         head_size=head_size or None,
         mla=mla,
         sliding_window=window,
-        sliding_layers=sliding if types else (layers or 0) if window else 0,
+        sliding_layers=sliding if types else len(indices or ()) if window else 0,
         layer_types=types,
         layer_indices=indices,
         hybrid=hybrid,
-        unknown_reason=_unknown_reason(text, layers, indices, kv_heads, head_size, mla=mla, hybrid=hybrid),
+        indexer_bytes=indexer,
+        state=state,
+        unknown_reason=_unknown_reason(
+            text, layers, indices, kv_heads, head_size, mla=mla, hybrid=hybrid and state is None, indexer=indexer
+        ),
     )
 
 
 def bytes_per_token(geometry: Geometry, dtype: str) -> float | None:
-    """KV bytes one token takes in all layers of one replica, all heads counted once; None when not modelled.
+    """KV bytes one token takes in all attention layers of one replica, all heads counted once; None when not modelled.
 
-    Layers that a format leaves at 16 bit by itself (both ends, with turboquant and ultraquant) count as such; padding
-    of pages does not count.
+    Within the window for layers that have one; what recurrent layers keep is no matter of tokens. Layers that a format
+    leaves at 16 bit by itself (both ends, with turboquant and ultraquant) count as such; padding of pages does not
+    count.
     """
     layers = geometry.attention_layers
     if geometry.unknown_reason or not (layers and geometry.kv_heads and geometry.head_size):
@@ -65,7 +73,7 @@ def bytes_per_token(geometry: Geometry, dtype: str) -> float | None:
     if layer is None or wide is None:
         return None
     ends = 2 * boundary_layers(NEWEST, dtype, layers)
-    return layer * (layers - ends) + wide * ends
+    return layer * (layers - ends) + wide * ends + geometry.indexer_bytes * layers
 
 
 def text_section(config: Section) -> Section:
@@ -78,8 +86,47 @@ def text_section(config: Section) -> Section:
     return config
 
 
+def _with_defaults(text: Section) -> Section:
+    """The config with its class's defaults where it leaves them out, as the published configs of some models do."""
+    defaults = _FACTS["config_defaults"]["values"].get(text.text("model_type") or "", {})
+    missing = {key: value for key, value in defaults.items() if text.value.get(key) is None}
+    return Section({**text.value, **missing}, text.where, text.prefix) if missing else text
+
+
+def _mamba_state(
+    text: Section, layers: int | None, types: tuple[str, ...], indices: tuple[int, ...] | None
+) -> RecurrentState | None:
+    """The Mamba-2 state of one sequence and layer, None for other recurrent layers or sizes that are not given."""
+    pattern = text.value.get("hybrid_override_pattern")
+    kinds = types or (text.words("layers_block_type") or ())
+    mamba = pattern.count("M") if isinstance(pattern, str) else sum(kind == "mamba" for kind in kinds)
+    others = set(kinds) - _FULL_ATTENTION - {"mamba"}
+    if not mamba or others or indices is None or layers is None:
+        return None
+    for keys in _FACTS["mamba2_keys"]["values"]:
+        heads, head, groups, state, kernel = (text.number(keys[key]) for key in ("heads", "head", "groups", "state", "kernel"))
+        if not (heads and head and groups and state and kernel):
+            continue
+        hidden, expand = text.number("hidden_size"), text.number(keys["expand"]) if "expand" in keys else None
+        inner = expand * hidden if expand and hidden else heads * head
+        conv = (inner + 2 * groups * state) * (kernel - 1)
+        dtype = text.text("mamba_ssm_cache_dtype") or keys.get("ssm_dtype")
+        return RecurrentState(layers=mamba, conv_values=conv, ssm_values=heads * head * state, ssm_dtype=dtype)
+    return None
+
+
+def _indexer_bytes(text: Section) -> int:
+    """What a sparse-attention index adds to each token and layer: fp8 keys with a float32 scale for each block."""
+    block = _FACTS["indexer"]["values"].get(text.text("model_type") or "")
+    size = text.number("index_head_dim") if block and text.has("index_topk") else None
+    return size + size // block * 4 if block and size else 0
+
+
 def _layer_types(text: Section, layers: int | None) -> tuple[str, ...]:
     types = text.words("layer_types") or ()
+    pattern = text.value.get("sliding_window_pattern")
+    if not types and isinstance(pattern, int) and pattern > 1 and layers:
+        return tuple("sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers))
     if layers is not None and 0 < len(types) < layers:
         raise UsageError(f"{text.place('layer_types')}: {len(types)} entries for {layers} layers")
     return types[: layers or 0]
@@ -89,13 +136,17 @@ def _attention_indices(text: Section, layers: int | None, types: tuple[str, ...]
     """Which layers keep keys and values; None when the config does not say."""
     if layers is None:
         return None
-    if types:
+    own = max(layers - (text.number("num_kv_shared_layers") or 0), 0)
+    kinds = types or (text.words("layers_block_type") or ())
+    if kinds:
         keeps = _FULL_ATTENTION | _WINDOW_ATTENTION
-        return tuple(index for index, kind in enumerate(types) if kind in keeps)
+        return tuple(index for index, kind in enumerate(kinds[:own]) if kind in keeps)
+    pattern = text.value.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and len(pattern) == layers:  # NemotronH: one letter a layer, * for attention
+        return tuple(index for index, letter in enumerate(pattern) if letter == "*")
     if text.has(*_RECURRENT_KEYS):
         return None
-    shared = text.number("num_kv_shared_layers") or 0
-    return tuple(range(max(layers - shared, 0)))
+    return tuple(range(own))
 
 
 def _latent_size(text: Section) -> int | None:
@@ -134,9 +185,10 @@ def _unknown_reason(
     *,
     mla: bool,
     hybrid: bool,
+    indexer: int,
 ) -> str | None:
     for key, meaning in _NOT_MODELLED.items():
-        if text.value.get(key):
+        if text.value.get(key) and not (key == "index_topk" and indexer):
             return f"{text.place(key)}: {meaning}, which is not modelled"
     if text.flag("is_encoder_decoder"):
         return f"{text.place('is_encoder_decoder')}: encoder-decoder caches are not modelled"

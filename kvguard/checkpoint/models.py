@@ -34,11 +34,12 @@ class CheckpointFiles(Frozen):
     """The bytes of a model directory that say something about its KV cache.
 
     `scale_values` holds the values of the KV scale tensors that could be decoded; `other_weights` names weight files
-    in other formats, whose tensors are not seen.
+    in other formats, whose tensors are not seen. `params_json` is Mistral's own config, when vLLM reads that.
     """
 
     directory: str
     config_json: bytes | None
+    params_json: bytes | None = None
     hf_quant_config_json: bytes | None = None
     index_json: bytes | None = None
     has_chat_template: bool = False
@@ -108,13 +109,32 @@ class DeclaredScales(Frozen):
     query: bool = False
     where: str = ""
 
+    @property
+    def per_head(self) -> bool:
+        """Whether some layer has more than one value: a scale for each KV head."""
+        return any(len(values) > 1 for values in (*self.k.values(), *self.v.values()))
+
+
+class RecurrentState(Frozen):
+    """The Mamba-2 state of one sequence in one layer, in values: the convolution's and the state space's.
+
+    `ssm_dtype` is the state space's dtype, None for that of the model.
+    """
+
+    layers: int
+    conv_values: int
+    ssm_values: int
+    ssm_dtype: str | None = None
+
 
 class Geometry(Frozen):
     """What one token costs. `kv_heads` and `head_size` are of the whole model (MLA: 1 and the latent size).
 
     `layer_indices` are the attention layers, None when the config does not say which they are. `sliding_layers` is how
     many of them see only a window of `sliding_window` tokens: for those, bytes per token hold within the window and
-    the engine frees what lies before it. `unknown_reason`: why the bytes are not modelled.
+    the engine frees what lies before it. `indexer_bytes` is what a sparse-attention index adds to each token and layer,
+    whatever the dtype. `state` is what recurrent layers keep for a sequence beside it. `unknown_reason`: why the bytes
+    are not modelled.
     """
 
     attention_layers: int | None = None
@@ -126,11 +146,16 @@ class Geometry(Frozen):
     layer_types: tuple[str, ...] = ()
     layer_indices: tuple[int, ...] | None = None
     hybrid: bool = False
+    indexer_bytes: int = 0
+    state: RecurrentState | None = None
     unknown_reason: str | None = None
 
 
 class Declared(Frozen):
     """What the checkpoint's files ask for, with where each thing was read.
+
+    `other_schemes` are KV declarations in places that vLLM does not take: the sidecar beside a quantization_config, or
+    a nested config. They come into force when what stands before them is removed.
 
     `model_dtype` is canonical ("bfloat16"), None when config.json has none. `quant_method` is the method as written or
     as the newest examined vLLM infers it. `traits` are architecture features that vLLM has rules of its own for.
@@ -143,6 +168,7 @@ class Declared(Frozen):
     quant_method: str | None = None
     quantization: Quantization | None = None
     kv_scheme: KVScheme | None = None
+    other_schemes: tuple[KVScheme, ...] = ()
     geometry: Geometry
     scales: DeclaredScales
     has_chat_template: bool = False

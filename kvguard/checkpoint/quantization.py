@@ -19,13 +19,18 @@ _BLOCKS = ("quantization_config", "compression_config")
 
 
 def find_quantization(
-    config: Mapping[str, Any], sidecar: Mapping[str, Any] | None, overrides: Mapping[str, Any]
+    config: Mapping[str, Any],
+    sidecar: Mapping[str, Any] | None,
+    overrides: Mapping[str, Any],
+    *,
+    name: str = CONFIG,
 ) -> tuple[Quantization, Section] | None:
     """The block vLLM takes, and its contents; None when the checkpoint has none.
 
     Order: config.json's `quantization_config`, hf_quant_config.json, `compression_config`, and the same two keys of
     `text_config` (0.32.0 transformers_utils/config.py:893, model_arch_config_convertor.py:263). `config` already
-    contains `overrides`, which is asked only for where a value came from. UsageError for values that vLLM stumbles on.
+    contains `overrides`, which is asked only for where a value came from; `name` is config's own. UsageError
+    for values that vLLM stumbles on.
     """
     for prefix in ("", "text_config."):
         nested = config.get("text_config") if prefix else config
@@ -33,7 +38,7 @@ def find_quantization(
             continue
         for key in _BLOCKS:
             overridden = key in overrides if not prefix else "text_config" in overrides
-            file = OVERRIDES if overridden else CONFIG
+            file = OVERRIDES if overridden else name
             block = Section(nested, file, prefix).section(key)
             if block is not None:
                 return _quantization(block, file, prefix + key), block
@@ -87,10 +92,43 @@ def find_scheme(quantization: Quantization, block: Section) -> KVScheme | None:
         for section in (nested, block):
             if section is not None and section.value.get(key):
                 return _scheme(producer, section.value[key], section.place(key))
-    export = block.section("export") if method == "quark" else None
+    return _quark_scheme(block) if method == "quark" else None
+
+
+def _quark_scheme(block: Section) -> KVScheme | None:
+    """Quark's ways to say it: the layers whose outputs are cached, or output tensors of k_proj and v_proj."""
+    export = block.section("export")
     if export is not None and export.value.get("kv_cache_group"):
-        return _scheme(producer, export.value["kv_cache_group"], export.place("kv_cache_group"))
+        return _scheme("quark", export.value["kv_cache_group"], export.place("kv_cache_group"))
+    layers = block.section("layer_quant_config")
+    for name in layers.value if layers is not None else ():
+        layer = layers.section(name) if layers is not None else None
+        if layer is not None and name.endswith(("k_proj", "v_proj")) and layer.value.get("output_tensors"):
+            return _scheme("quark", layer.value["output_tensors"], layer.place("output_tensors"))
     return None
+
+
+def other_schemes(
+    config: Mapping[str, Any], sidecar: Mapping[str, Any] | None, taken: Quantization | None
+) -> tuple[KVScheme, ...]:
+    """KV declarations in blocks that vLLM does not take for this checkpoint, in the order it would come to them."""
+    blocks = []
+    if sidecar is not None and (taken is None or taken.file != SIDECAR):
+        blocks.append((Section(sidecar, SIDECAR), SIDECAR, ""))
+    for prefix, holder in (("", config), ("text_config.", config.get("text_config"))):
+        for key in _BLOCKS:
+            block = holder.get(key) if isinstance(holder, Mapping) else None
+            if isinstance(block, dict) and (taken is None or taken.block != prefix + key):
+                blocks.append((Section(block, CONFIG, f"{prefix}{key}."), CONFIG, prefix + key))
+    found = []
+    for section, file, key in blocks:
+        try:
+            scheme = find_scheme(_quantization(section, file, key), section)
+        except UsageError:
+            continue
+        if scheme is not None:
+            found.append(scheme)
+    return tuple(found)
 
 
 def _scheme(producer: str, raw: Any, where: str) -> KVScheme:

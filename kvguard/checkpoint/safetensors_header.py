@@ -60,22 +60,28 @@ def _whole(value: Any) -> bool:
 
 
 def _tensor(name: str, entry: Any, file: str, data_bytes: int) -> TensorInfo:
-    place = f"{file}: tensor {one_line(name)!r}"
+    try:
+        return _checked(entry, data_bytes)
+    except ValueError as error:
+        raise UsageError(f"{file}: tensor {one_line(name)!r}: {error}") from None
+
+
+def _checked(entry: Any, data_bytes: int) -> TensorInfo:
     if not isinstance(entry, dict):
-        raise UsageError(f"{place}: expected an object with dtype, shape and data_offsets")
+        raise ValueError("expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str):
-        raise UsageError(f"{place}: dtype must be a string")
+        raise ValueError("dtype must be a string")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_whole(size) for size in shape):
-        raise UsageError(f"{place}: shape must be a list of at most {MAX_DIMENSIONS} whole numbers")
+        raise ValueError(f"shape must be a list of at most {MAX_DIMENSIONS} whole numbers")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_whole(offset) for offset in offsets):
-        raise UsageError(f"{place}: data_offsets must be two whole numbers")
+        raise ValueError("data_offsets must be two whole numbers")
     start, end = offsets
     if start > end or end > data_bytes:
-        raise UsageError(f"{place}: data_offsets {start}-{end} lie outside the file's {data_bytes} data bytes; truncated?")
+        raise ValueError(f"data_offsets {start}-{end} lie outside the file's {data_bytes} data bytes; truncated?")
     bits = _BITS.get(dtype)
     if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
-        raise UsageError(f"{place}: {end - start} bytes of data for shape {shape} of {dtype}")
+        raise ValueError(f"{end - start} bytes of data for shape {shape} of {dtype}")
     return TensorInfo(dtype=dtype, shape=tuple(shape), start=start, end=end)
 
 

@@ -10,19 +10,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvguard.checkpoint.cost import sequence_bytes, state_bytes
 from kvguard.checkpoint.declared import declare
 from kvguard.checkpoint.geometry import bytes_per_token
+from kvguard.checkpoint.json_config import MAX_NUMBER, parse_object
 from kvguard.checkpoint.models import Declared
+from kvguard.checkpoint.quantization import OVERRIDES
+from kvguard.cli.across import show_across
 from kvguard.cli.sizes import parse_size
 from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
 from kvguard.engine.find import installed_version
+from kvguard.evidence.first_choice import first_choice
 from kvguard.evidence.prediction import Prediction, predict
+from kvguard.facts.cautions import cautions
+from kvguard.facts.devices import find_device
 from kvguard.facts.kv_dtypes import BYTES_DTYPES, accepted
 from kvguard.facts.versions import KNOWN
-from kvguard.vocabulary import ScaleState
+from kvguard.vocabulary import ScaleState, is_quantized
 
 
 def inspect(
+    command: typer.Context,
     model: Annotated[str, typer.Argument(help="The model's directory, or its name in the local hub cache.")],
     engine_version: Annotated[
         str | None, typer.Option(help="Predict for this vLLM version (default: the installed one).")
@@ -31,17 +39,47 @@ def inspect(
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="Predict for this --kv-cache-dtype (default: nothing typed).")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Predict for this accelerator: h100, b200, rtx5090, a100, mi300x, cpu, sm90, gfx942.")
+    ] = None,
+    hf_overrides: Annotated[str | None, typer.Option(help="vLLM's --hf-overrides, a JSON object.")] = None,
+    across: Annotated[
+        str | None, typer.Option(help="Compare versions, such as 0.12,0.16,0.32, for the command after `--`.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Show what a sequence of this many tokens takes.", min=1, max=MAX_NUMBER)] = 8192,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint declares about its KV cache and what vLLM will make of it. Starts nothing.
 
-    Example: kvguard inspect ./my-model --engine-version 0.32.0 --memory 10GiB
+    Example: kvguard inspect ./my-model --across 0.16,0.22,0.32 -- vllm serve ./my-model --kv-cache-dtype bfloat16
     """
     size = parse_size(memory, "--memory")
-    declared = declare(read_checkpoint(resolve_model(model, os.environ)))
+    where = find_device(device) if device else None
+    if across or command.args:
+        given = {"--kv-cache-dtype": kv_cache_dtype, "--hf-overrides": hf_overrides}
+        show_across(model, across or engine_version or "", tuple(command.args), given, where, as_json=as_json)
+        return
+    overrides = parse_object(hf_overrides.encode(), OVERRIDES) if hf_overrides else None
+    declared = declare(read_checkpoint(resolve_model(model, os.environ)), overrides)
     version = engine_version or installed_version()
-    prediction = predict(version, kv_cache_dtype, declared) if version else None
-    report = inspection(declared, version, kv_cache_dtype, prediction, size)
+    prediction = predict(version, kv_cache_dtype, declared, device=where) if version else None
+    report = {
+        **inspection(declared, version, kv_cache_dtype, prediction, size, context),
+        "device": where and where.model_dump(),
+        "cautions": [],
+        "first_choice": None,
+    }
+    if prediction is not None and version is not None:
+        report["first_choice"] = first_choice(version, declared, where).model_dump(mode="json")
+        found = cautions(
+            version,
+            prediction.dtype,
+            prediction.scales.value,
+            architecture=declared.architecture,
+            mla=declared.geometry.mla,
+            device=where,
+        )
+        report["cautions"] = [caution.model_dump() for caution in found]
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -49,11 +87,17 @@ def inspect(
 
 
 def inspection(
-    declared: Declared, version: str | None, requested: str | None, prediction: Prediction | None, memory: int
+    declared: Declared,
+    version: str | None,
+    requested: str | None,
+    prediction: Prediction | None,
+    memory: int,
+    context: int = 8192,
 ) -> dict[str, Any]:
     """The report as JSON: declared settings with where each was read, sizes, prediction and findings.
 
-    `memory` is bytes; token counts are plain arithmetic (an engine rounds down to whole blocks).
+    `memory` is bytes, `context` the tokens of a sequence; counts are plain arithmetic (an engine rounds down to whole
+    blocks).
     """
     geometry = declared.geometry
     return {
@@ -64,18 +108,24 @@ def inspection(
         "quant_method": declared.quant_method,
         "max_position_embeddings": declared.max_position_embeddings,
         "has_chat_template": declared.has_chat_template,
+        "producer": _producer(declared),
+        "other_schemes": [scheme.model_dump(mode="json") for scheme in declared.other_schemes],
         "kv_scheme": None if declared.kv_scheme is None else declared.kv_scheme.model_dump(mode="json"),
         "scales": {
             "state": declared.scales.state.value,
             "tensors": declared.scales.tensors,
             "files": list(declared.scales.files),
             "where": declared.scales.where,
+            "forms": list(declared.scales.forms),
+            "per_head": declared.scales.per_head,
             "missing": list(declared.scales.missing_layers),
             "invalid": list(declared.scales.invalid_layers),
         },
         "geometry": geometry.model_dump(mode="json", exclude={"layer_indices", "layer_types"}),
         "memory_bytes": memory,
-        "sizes": _sizes(declared, version, memory),
+        "context": context,
+        "state_bytes": state_bytes(geometry, declared.model_dtype),
+        "sizes": _sizes(declared, version, memory, context),
         "engine_version": version,
         "kv_cache_dtype": requested,
         "prediction": None if prediction is None else prediction.model_dump(mode="json", exclude={"claims"}),
@@ -84,7 +134,15 @@ def inspection(
     }
 
 
-def _sizes(declared: Declared, version: str | None, memory: int) -> list[dict[str, Any]]:
+def _producer(declared: Declared) -> str | None:
+    """The tool that quantized the checkpoint, with its version, as the files name it."""
+    quantization = declared.quantization
+    if quantization is None or not quantization.producer:
+        return None
+    return " ".join(filter(None, (quantization.producer, quantization.producer_version)))
+
+
+def _sizes(declared: Declared, version: str | None, memory: int, context: int) -> list[dict[str, Any]]:
     """Bytes per token and tokens by dtype: those this version accepts, and the model's own."""
     values = accepted(version) if version else None
     offered = None if values is None else {"fp8_e4m3" if value == "fp8" else value for value in values}
@@ -94,25 +152,36 @@ def _sizes(declared: Declared, version: str | None, memory: int) -> list[dict[st
         cost = bytes_per_token(declared.geometry, dtype)
         if cost is None or dtype == "float32" or not (offered is None or dtype in offered or dtype == own):
             continue
-        sizes.append({"dtype": dtype, "bytes_per_token": cost, "tokens": int(memory // cost)})
+        sequence = sequence_bytes(declared.geometry, dtype, context, declared.model_dtype)
+        batch = int(memory // sequence) if sequence else None
+        figures = {"bytes_per_token": cost, "tokens": int(memory // cost), "sequence_bytes": sequence, "batch": batch}
+        sizes.append({"dtype": dtype, **figures})
     return sizes
 
 
 def _print(report: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False, width=160)
     for topic, text in _topics(report):
         console.print(f"{topic + ':':<22}{text}")
     if report["sizes"]:
-        table = Table("KV cache dtype", "bytes/token", f"tokens in {report['memory_bytes']:,} bytes", box=None)
+        memory, each = f"{report['memory_bytes']:,} bytes", f"GB for {report['context']:,} tokens"
+        table = Table("KV cache dtype", "bytes/token", f"tokens in {memory}", each, "such sequences", box=None)
         for column in table.columns[1:]:
             column.justify = "right"
         for size in report["sizes"]:
-            table.add_row(size["dtype"], f"{size['bytes_per_token']:,.0f}", f"{size['tokens']:,}")
+            sequence = "unknown" if size["sequence_bytes"] is None else f"{size['sequence_bytes'] / 1e9:.3f}"
+            batch = "unknown" if size["batch"] is None else f"{size['batch']:,}"
+            table.add_row(size["dtype"], f"{size['bytes_per_token']:,.0f}", f"{size['tokens']:,}", sequence, batch)
         console.print()
         console.print(table)
     console.print()
     for topic, text in _predicted(report):
         console.print(f"{topic + ':':<22}{text}")
+    choice = report["first_choice"]
+    if choice is not None and report["device"]:
+        console.print(f"{'8-bit cache to try:':<22}{choice['dtype'] or 'unknown'}: {'; '.join(choice['reasons'])}")
+    for caution in report["cautions"]:
+        console.print(f"{'caution:':<22}{caution['text']} ({caution['source']})")
     for finding in report["findings"]:
         console.print(f"{'finding:':<22}{finding}")
 
@@ -123,11 +192,14 @@ def _topics(report: dict[str, Any]) -> list[tuple[str, str]]:
     declared = "nothing" if scheme is None else f"{json.dumps(scheme['raw'])} for {scheme['producer']} ({scheme['where']})"
     dtype = f"{report['model_dtype']} ({where['model_dtype']})" if report["model_dtype"] else "not declared"
     tensors = f"{scales['state']}, {scales['tensors']} tensors ({scales['where']})" if scales["tensors"] else scales["where"]
+    if scales["tensors"] and scales["per_head"]:
+        tensors += ", one scale for each head"
+    method = report["quant_method"] or "none"
     return [
         ("model", report["directory"]),
         ("architecture", report["architecture"] or "not declared"),
         ("model dtype", dtype),
-        ("quantization", report["quant_method"] or "none"),
+        ("quantization", f"{method}, by {report['producer']}" if report["producer"] else method),
         ("declared KV cache", declared),
         ("declared KV scales", tensors),
         ("attention", _attention(geometry)),
@@ -142,6 +214,8 @@ def _attention(geometry: dict[str, Any]) -> str:
     ]
     if geometry["mla"]:
         parts.append("MLA")
+    if geometry["state"]:
+        parts.append(f"{geometry['state']['layers']} recurrent layers beside them")
     if geometry["sliding_window"]:
         parts.append(f"{geometry['sliding_layers']} layers with a window of {geometry['sliding_window']} tokens")
     return ", ".join(parts) or "unknown"
@@ -153,12 +227,17 @@ def _predicted(report: dict[str, Any]) -> list[tuple[str, str]]:
         reason = f"no vLLM was found, so its version is unknown; give --engine-version (facts cover {KNOWN})"
         return [("predicted", reason)]
     asked = report["kv_cache_dtype"]
+    on = f" on {report['device']['name']}" if report["device"] else ""
     lines = [
-        (f"vLLM {report['engine_version']}", f"--kv-cache-dtype {asked}" if asked else "no --kv-cache-dtype typed"),
+        (f"vLLM {report['engine_version']}{on}", f"--kv-cache-dtype {asked}" if asked else "no --kv-cache-dtype typed"),
         ("predicted KV cache", prediction["dtype"]),
         ("predicted scales", ScaleState(prediction["scales"]).value),
         ("because", prediction["reason"]),
     ]
+    if prediction["echo"] not in (None, "auto", prediction["dtype"]) or (
+        prediction["echo"] == "auto" and is_quantized(prediction["dtype"])
+    ):
+        lines.insert(2, ("its log will say", f"{prediction['echo']}, as will its metrics"))
     if prediction["explicit_honoured"] is False:
         lines.insert(2, ("warning", f"{asked} is not what runs"))
     return lines

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvguard.checkpoint.json_config import MAX_CONFIG_BYTES, kind, one_line, strict_json
+from kvguard.checkpoint.mistral import PARAMS
 from kvguard.checkpoint.models import CheckpointFiles, SafetensorsHeader
 from kvguard.checkpoint.safetensors_header import decode_floats, header_length, parse_header
 from kvguard.checkpoint.scales import MAX_SCALE_BYTES
@@ -83,21 +84,26 @@ def read_checkpoint(directory: str) -> CheckpointFiles:
     """The files of a model directory that say something about its KV cache; weights' data are not read.
 
     With model.safetensors.index.json only the files it names count, as in vLLM's loader; without it, every
-    *.safetensors. UsageError, naming the file, for a missing directory or config.json, unreadable, irregular, oversized
-    or broken files.
+    *.safetensors. Where there are consolidated*.safetensors, those are the weights, and params.json the config (0.27.1
+    transformers_utils/config.py:692, 0.32.0 default_loader.py:170). Each file is opened once, and of weights only the
+    header and the KV scales' bytes are read. UsageError, naming the file, for a missing directory or config, and for
+    unreadable, irregular, oversized or broken files.
     """
     names = _listing(directory)
-    if "config.json" not in names:
+    consolidated = [name for name in names if name.startswith("consolidated") and name.endswith(".safetensors")]
+    native = bool(consolidated) and PARAMS in names
+    if "config.json" not in names and not native:
         raise UsageError(f"{one_line(directory)}: no config.json; a Hugging Face model directory is needed")
 
     def small(name: str, limit: int) -> bytes | None:
         return _read_small(os.path.join(directory, name), limit) if name in names else None
 
     config = small("config.json", MAX_CONFIG_BYTES)
-    index = small(INDEX, MAX_INDEX_BYTES)
-    shards = [name for name in names if name.endswith(".safetensors")]
+    index_name = f"consolidated.{INDEX.removeprefix('model.')}" if consolidated else INDEX
+    index = small(index_name, MAX_INDEX_BYTES)
+    shards = consolidated or [name for name in names if name.endswith(".safetensors")]
     if index is not None:
-        shards = _named_by_index(index, frozenset(names))
+        shards = _named_by_index(index, frozenset(names), index_name)
     headers = []
     values: dict[str, tuple[float, ...]] = {}
     for name in shards:
@@ -107,6 +113,7 @@ def read_checkpoint(directory: str) -> CheckpointFiles:
     return CheckpointFiles(
         directory=directory,
         config_json=config,
+        params_json=small(PARAMS, MAX_CONFIG_BYTES) if native else None,
         hf_quant_config_json=small("hf_quant_config.json", MAX_CONFIG_BYTES),
         index_json=index,
         has_chat_template=_has_chat_template(directory, names),
@@ -171,21 +178,21 @@ def _read_small(path: str, limit: int) -> bytes:
         return _read_at(descriptor, limit, 0)
 
 
-def _named_by_index(index: bytes, present: frozenset[str]) -> list[str]:
-    value = strict_json(index, INDEX)
+def _named_by_index(index: bytes, present: frozenset[str], index_name: str = INDEX) -> list[str]:
+    value = strict_json(index, index_name)
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict):
-        raise UsageError(f"{INDEX}: weight_map: expected an object that names a file for each tensor")
+        raise UsageError(f"{index_name}: weight_map: expected an object that names a file for each tensor")
     files = set()
     for tensor, name in weight_map.items():
         if not isinstance(name, str):
-            raise UsageError(f"{INDEX}: weight_map: {one_line(tensor)!r}: expected a file name, found {kind(name)}")
+            raise UsageError(f"{index_name}: weight_map: {one_line(tensor)!r}: expected a file name, found {kind(name)}")
         files.add(name)
     missing = sorted(files - present)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
-            f"{INDEX}: weight_map names {one_line(missing[0])!r}{more}, not in the directory; download is incomplete?"
+            f"{index_name}: weight_map names {one_line(missing[0])!r}{more}, not in the directory; download is incomplete?"
         )
     return sorted(files)
 

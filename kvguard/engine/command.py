@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from kvguard.facts.cli_flags import AmbiguousFlagError, FlagTable, table_for
+from kvguard.facts.kv_dtypes import calculate_kv_scales_status
 from kvguard.vocabulary import Claim, Frozen, Source, Stage, UsageError
 
 _NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")
@@ -176,8 +177,8 @@ def parse_command(words: Words, version: str, read: Callable[[str], bytes]) -> C
     warnings: list[str] = []
     if not table.exact:
         warnings.append(
-            f"vLLM {version or 'of unknown version'}: its flags were not read; the list of {table.version} is used, "
-            "and a flag missing there is passed on unchecked"
+            f"vLLM {version or 'of unknown version'}: its parser was not read in full; a flag that the facts do not list "
+            "is passed on unchecked"
         )
     positionals: list[tuple[int, str]] = []
     line_uses: list[FlagUse] = []
@@ -208,6 +209,12 @@ def parse_command(words: Words, version: str, read: Callable[[str], bytes]) -> C
         config_data=config_data,
         warnings=tuple(warnings),
     )
+    if calculate_kv_scales_status(version) == "deprecated" and command.present("--calculate-kv-scales"):
+        warnings.append(
+            "--calculate-kv-scales is deprecated and gone from 0.28.0 on; the first batch the engine runs, which may be a "
+            "dummy, fixes every scale for good"
+        )
+        command = command.model_copy(update={"warnings": tuple(warnings)})
     if len(positionals) > 1 or (positionals and words.launcher == "module"):
         index, extra = positionals[-1]
         raise UsageError(f"argument {index + 1} {extra!r}: vLLM takes one model and flags; it would reject this word")
@@ -261,7 +268,8 @@ def _resolve(spelled: str, where: str, table: FlagTable) -> tuple[str, str]:
     try:
         name = table.resolve(spelled)
     except AmbiguousFlagError as error:
-        raise UsageError(f"{where}: ambiguous, {error}; vLLM {table.version} would reject it") from error
+        verdict = f"vLLM {table.version} would reject it" if table.exact else "write the flag in full"
+        raise UsageError(f"{where}: ambiguous, {error}; {verdict}") from error
     if name is None:
         if table.exact:
             near = table.suggestion(spelled)

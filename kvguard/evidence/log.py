@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvguard.evidence.log_text import Message, interesting, messages
+from kvguard.facts.failures import known_failure
 from kvguard.facts.log_lines import LogLine, log_lines, request_log_files
 from kvguard.facts.versions import in_range
 from kvguard.vocabulary import Claim, Json, Source, Stage, canonical_dtype
@@ -86,15 +87,19 @@ class LogReader:
         return read + _tokens_from_blocks(read)
 
     def last_errors(self) -> tuple[str, ...]:
-        """The last few errors the engine printed, root causes first, for "the engine failed to start"."""
+        """The last few errors the engine printed, for "the engine failed to start"; a known one last, with its way out."""
         with self._lock:
             seen = list(self._errors)
         causes = [text for text in seen if not _POINTERS.search(text)]
-        return tuple((causes or seen)[-_SHOWN_ERRORS:])
+        shown = (causes or seen)[-_SHOWN_ERRORS:]
+        known = next((f"{text} [{failure}]" for text in causes if (failure := known_failure(text))), None)
+        return tuple(shown) if known is None else (*shown[1 - _SHOWN_ERRORS :], known)
 
     def cause_of_death(self) -> str:
-        """The first line that says which of the engine's processes died, or ""."""
+        """The first line that says which of the engine's processes died, or ""; "" too where the cause itself is known."""
         with self._lock:
+            if any(known_failure(text) for text in self._errors):
+                return ""
             return next((text for text in self._errors if _DEATHS.search(text)), "")
 
     def _append(self, state: _Stream, piece: bytes) -> None:

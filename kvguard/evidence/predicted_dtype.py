@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kvguard.checkpoint.quantization import SIDECAR
 from kvguard.evidence.question import AUTO, UNKNOWN, Question
+from kvguard.facts.devices import device_rule
 from kvguard.facts.kv_dtypes import (
     FP8_E5M2,
     Fact,
@@ -37,13 +38,14 @@ _NOTHING = Fact(reason="", source="")
 class Answer(Frozen):
     """A cache dtype (canonical, or "unknown"), why, and where vLLM's sources say so.
 
-    `fails`: the engine is expected not to start.
+    `fails`: the engine is expected not to start. `echo`: what its front end says, a canonical dtype or "auto".
     """
 
     dtype: str
     reason: str
     sources: tuple[str, ...] = ()
     fails: bool = False
+    echo: str | None = None
 
     def because(self, reason: str, source: str) -> Answer:
         """The same answer with an earlier reason in front."""
@@ -61,6 +63,20 @@ def predicted_dtype(question: Question) -> Answer:
         return _by_model(question, question.requested)
     value, fact = modelopt
     return _by_model(question, value).because(fact.reason, fact.source)
+
+
+def _by_device(question: Question, value: str) -> Answer | None:
+    """What the accelerator makes of a value: an expected failure, or "unknown"; None when it runs it or is not known."""
+    if question.device is None:
+        return None
+    mla, traits = question.declared.geometry.mla, question.declared.traits
+    rule = device_rule(question.version, question.device, value, mla=mla, traits=traits)
+    if rule is None or rule.result == "as_is":
+        return None
+    reason = f"{value} on {question.device.name}: {rule.reason}" + (f" (instead: {rule.do})" if rule.do else "")
+    if rule.result == "fails":
+        return _fails(reason, rule.source)
+    return Answer(dtype=UNKNOWN, reason=reason, sources=(rule.source,), echo=value)
 
 
 def _fails(reason: str, source: str) -> Answer:
@@ -103,7 +119,11 @@ def _by_compressed_tensors(question: Question) -> Answer | None:
         return None
     if _on_cpu(question, FP8) is not None:
         return _fails(f"{scheme.where}: {rule.reason}, which this version's CPU backend cannot run", rule.source)
-    return Answer(dtype=FP8, reason=f"{scheme.where}: {rule.reason}", sources=(rule.source,))
+    answer = _by_device(question, FP8) or Answer(dtype=FP8, reason="", sources=())
+    unchecked = "" if scheme.type in (None, "float") else f"; its type {scheme.type!r} is not looked at in this version"
+    return answer.because(f"{scheme.where}: {rule.reason}{unchecked}", rule.source).model_copy(
+        update={"echo": question.requested}
+    )
 
 
 def _by_modelopt(question: Question) -> tuple[str, Fact] | None:
@@ -121,11 +141,13 @@ def _by_modelopt(question: Question) -> tuple[str, Fact] | None:
 
 def _by_model(question: Question, value: str) -> Answer:
     """The model's own rules for a value, then what the version and platform do with it."""
-    rule = model_rule(question.version, question.declared.traits, value)
+    rule = model_rule(question.version, question.declared.traits, value, question.device)
     if rule is None:
-        return _by_value(question, value)
+        answer = _by_value(question, value)
+        return answer if answer.echo or answer.fails else answer.model_copy(update={"echo": value})
     if rule.effect != AUTO or value == AUTO:
-        return Answer(dtype=rule.effect, reason=rule.reason, sources=(rule.source,))
+        known = None if rule.effect == UNKNOWN else rule.effect
+        return Answer(dtype=rule.effect, reason=rule.reason, sources=(rule.source,), echo=known if rule.front_end else value)
     return _by_model(question, AUTO).because(rule.reason, rule.source)
 
 
@@ -134,9 +156,9 @@ def _by_value(question: Question, value: str) -> Answer:
     if value == AUTO:
         return _model_dtype(question, _why_auto(question))
     version = question.version
-    cpu = _on_cpu(question, value)
-    if cpu is not None:
-        return cpu
+    limited = _on_cpu(question, value) or _by_device(question, value)
+    if limited is not None:
+        return limited
     limit = sixteen_bit_not_honoured(version, value, compressed_tensors_scheme=False)
     if limit is None and value == "nvfp4":
         limit = nvfp4_unusable(version)
@@ -162,9 +184,9 @@ def _on_cpu(question: Question, value: str) -> Answer | None:
         return None
     quantized = is_quantized(value)
     if rule.effect == "all_to_auto" or (rule.effect == "quantized_to_auto" and quantized):
-        return _model_dtype(question, Fact(reason=rule.reason, source=rule.source))
+        return _model_dtype(question, Fact(reason=rule.reason, source=rule.source)).model_copy(update={"echo": AUTO})
     if rule.effect == "e4m3_to_e5m2" and quantized:
-        return Answer(dtype=FP8_E5M2, reason=rule.reason, sources=(rule.source,))
+        return Answer(dtype=FP8_E5M2, reason=rule.reason, sources=(rule.source,), echo=FP8_E5M2)
     if rule.effect == "none" and value not in {canonical_dtype(name) for name in rule.runs}:
         reason = f"{value} is not among what the CPU attention backend runs ({', '.join(rule.runs)})"
         return Answer(dtype=UNKNOWN, reason=reason, sources=(rule.source,))

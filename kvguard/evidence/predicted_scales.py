@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from kvguard.evidence.question import AUTO, Question
+from kvguard.facts.devices import doubled_scales
 from kvguard.facts.kv_dtypes import Fact, runtime_scales, runtime_scales_disabled
 from kvguard.facts.scale_names import (
+    dropped_by_model,
     form_is_recognised,
     host_copy_stays_one,
     owners_source,
+    per_head_refusal,
     unexpected_without_quant_config,
 )
 from kvguard.vocabulary import DYNAMIC_SCALE_DTYPES, ScaleState, is_quantized
@@ -64,11 +67,23 @@ def _from_files(question: Question, unexpected: Fact) -> tuple[ScaleState, Fact]
             f"{question.method or 'a checkpoint without quantization_config'} loads no KV scales, so scale 1.0"
         )
         return ScaleState.UNIT_DEFAULT, Fact(reason=reason, source=unexpected.source or owners_source())
-    recognised = [form for form in scales.forms if form_is_recognised(question.version, form, question.method or "")]
+    known = {form: form_is_recognised(question.version, form, question.method or "") for form in scales.forms}
+    unread = [form for form, answer in known.items() if answer is None]
+    if unread:
+        reason = f"whether vLLM {question.version} recognises scale names of form {', '.join(unread)} was not read"
+        return ScaleState.UNKNOWN, Fact(reason=reason, source="")
+    recognised = [form for form, answer in known.items() if answer]
     if len(recognised) < len(scales.forms):
         state = ScaleState.PARTIAL if recognised else ScaleState.UNIT_DEFAULT
         names = ", ".join(form for form in scales.forms if form not in recognised)
         return state, Fact(reason=f"vLLM {question.version} does not recognise scale names of form {names}", source="")
+    refused = per_head_refusal(question.version, question.method) if scales.per_head else None
+    doubtful = refused or dropped_by_model(question.version, question.declared.architecture)
+    if doubtful is not None:
+        return ScaleState.UNKNOWN, doubtful
+    doubled = doubled_scales(question.device)
+    if doubled is not None:
+        return scales.state, Fact(reason=f"scales from the files; {doubled.reason}", source=doubled.source)
     host = host_copy_stays_one(question.version, question.method)
     if host is not None:
         return scales.state, Fact(reason=f"scales from the files; {host.reason}", source=host.source)

@@ -6,6 +6,7 @@ from kvguard.checkpoint.models import Declared
 from kvguard.evidence.predicted_dtype import predicted_dtype
 from kvguard.evidence.predicted_scales import predicted_scales
 from kvguard.evidence.question import UNKNOWN, ask
+from kvguard.facts.devices import Device
 from kvguard.facts.versions import KNOWN, examined
 from kvguard.vocabulary import Claim, Frozen, ScaleState, Source, Stage
 
@@ -14,7 +15,8 @@ class Prediction(Frozen):
     """The expected cache dtype (canonical, or "unknown") and scales, why, and the facts behind it.
 
     `explicit_honoured`: whether a typed value is what the engine runs; None when nothing was typed or nothing is known.
-    `fails`: the facts say that the engine does not start like this. `sources` are places in vLLM's sources.
+    `fails`: the facts say that the engine does not start like this. `echo` is what its banner and metrics will show,
+    where that differs from what runs or is all that can be said. `sources` are places in vLLM's sources.
     """
 
     dtype: str
@@ -24,6 +26,7 @@ class Prediction(Frozen):
     sources: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
     fails: bool = False
+    echo: str | None = None
 
 
 def predict(
@@ -34,12 +37,13 @@ def predict(
     model_dtype: str | None = None,
     calculate_kv_scales: bool = False,
     platform: str | None = None,
+    device: Device | None = None,
 ) -> Prediction:
     """What this vLLM version will run for a typed `--kv-cache-dtype` (None or "auto": nothing typed).
 
     `model_dtype` is `--dtype` when given; `platform` "cpu" or another name (default: read from a local version part
-    such as 0.32.0+cpu). "unknown" is an answer: for versions not examined, for what depends on the GPU or the
-    attention backend, and for what is expected to fail.
+    such as 0.32.0+cpu); `device` the accelerator, when it is known. "unknown" is an answer: for versions not examined,
+    for what depends on a GPU that is not named or on the attention backend, and for what is expected to fail.
     """
     if not examined(version):
         reason = f"vLLM {version or '(no version)'} was not examined; the facts cover {KNOWN}"
@@ -57,6 +61,7 @@ def predict(
         model_dtype=model_dtype,
         calculate_kv_scales=calculate_kv_scales,
         platform=platform,
+        device=device,
     )
     answer = predicted_dtype(question)
     scales, why = predicted_scales(question, answer.dtype)
@@ -71,6 +76,7 @@ def predict(
         sources=tuple(dict.fromkeys(filter(None, (*answer.sources, why.source)))),
         claims=_claims(version, answer.dtype, scales, (answer.reason, why.reason)),
         fails=answer.fails,
+        echo=None if answer.fails else answer.echo,
     )
 
 

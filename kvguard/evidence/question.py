@@ -6,6 +6,7 @@ from packaging.version import InvalidVersion, Version
 
 from kvguard.checkpoint.models import Declared, KVScheme, Quantization
 from kvguard.checkpoint.quantization import SIDECAR, effective_method
+from kvguard.facts.devices import Device
 from kvguard.facts.kv_resolution import COMPRESSED_TENSORS, sidecar_is_read
 from kvguard.facts.scale_names import owns_kv_scales
 from kvguard.vocabulary import Frozen, canonical_dtype
@@ -19,7 +20,7 @@ class Question(Frozen):
 
     `requested` is canonical or "auto", `typed` the spelling on the command line or None. `quantization`, `method` and
     `scheme` are what this version reads of the checkpoint. `model_dtype_typed`: `--dtype` names it. `platform`: "cpu",
-    another name, or None.
+    another name, or None. `device`: the accelerator when it is known.
     """
 
     version: str
@@ -33,6 +34,7 @@ class Question(Frozen):
     scheme: KVScheme | None
     platform: str | None
     calculate_kv_scales: bool
+    device: Device | None = None
 
     @property
     def compressed_tensors_scheme(self) -> bool:
@@ -54,6 +56,7 @@ def ask(
     model_dtype: str | None,
     calculate_kv_scales: bool,
     platform: str | None,
+    device: Device | None = None,
 ) -> Question:
     """The question for `predict`'s arguments."""
     typed = None if requested in (None, "", AUTO) else requested
@@ -71,8 +74,9 @@ def ask(
         quantization=quantization,
         method=effective_method(quantization, version),
         scheme=declared.kv_scheme if quantization else None,
-        platform=platform or _platform_of(version),
+        platform=platform or (device.platform if device else _platform_of(version)),
         calculate_kv_scales=calculate_kv_scales,
+        device=device,
     )
 
 

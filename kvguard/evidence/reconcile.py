@@ -10,6 +10,7 @@ from kvguard.evidence import tensors as inside
 from kvguard.evidence.capacity import CapacityReading
 from kvguard.evidence.replies import LayerReply, TensorReading
 from kvguard.evidence.scales import classify_scales
+from kvguard.evidence.warned_scales import lost_by_log
 from kvguard.vocabulary import (
     Claim,
     Confidence,
@@ -47,12 +48,14 @@ def reconcile(
     predicted_scales: ScaleState | None,
     calculated: bool,
     allowed_sixteen_bit: tuple[str, ...],
+    calibrated: bool = False,
 ) -> Effective:
     """The effective KV cache.
 
     Tensors prove a dtype when every expected rank answered; else capacity corroborates a width, which an echo or
     the prediction may name; else an explicit echo is all there is. `auto` never counts. `calculated`: the engine
-    runs with --calculate-kv-scales. `allowed_sixteen_bit`: layer indices, or "sliding_window", that may stay 16-bit.
+    runs with --calculate-kv-scales. `calibrated`: the checkpoint's scales are a calibration of kvguard's.
+    `allowed_sixteen_bit`: layer indices, or "sliding_window", that may stay 16-bit.
     """
     echoes = [c for c in (*metrics_claims, *log_claims) if _is_echo(c)]
     predicted = canonical_dtype(predicted_dtype) if predicted_dtype and width_bits(predicted_dtype) else None
@@ -65,7 +68,10 @@ def reconcile(
     else:
         found = _from_echoes(echoes)
     found.contradictions += _against(found.name, echoes, capacity if not missing else None, predicted)
-    scales, scales_confidence, detail = _scales(found, tensors, missing, declared, calculated)
+    scales, scales_confidence, detail = _scales(found, tensors, missing, declared, calculated, calibrated)
+    lost = lost_by_log(declared, log_claims) if scales is ScaleState.UNKNOWN and not calculated else ""
+    if lost:
+        scales, scales_confidence, detail = ScaleState.UNIT_DEFAULT, Confidence.ECHOED, lost
     if predicted_scales not in (None, ScaleState.UNKNOWN, scales) and scales is not ScaleState.UNKNOWN:
         found.contradictions.append(f"scales {predicted_scales} are predicted, the engine has {scales} ({detail})")
     kv_bytes, kv_tokens, per_token = _sizes(tensors if not missing else None, capacity)
@@ -178,7 +184,12 @@ def _differ(said: str, name: str, width: int) -> bool:
 
 
 def _scales(
-    found: _Dtype, reading: TensorReading | None, missing: tuple[str, ...], declared: Declared | None, calculated: bool
+    found: _Dtype,
+    reading: TensorReading | None,
+    missing: tuple[str, ...],
+    declared: Declared | None,
+    calculated: bool,
+    calibrated: bool,
 ) -> tuple[ScaleState, Confidence, str]:
     if is_quantized(found.name) is False:
         return ScaleState.NOT_QUANTIZED, found.confidence, "the cache is not quantized"
@@ -188,7 +199,7 @@ def _scales(
             Confidence.UNKNOWN,
             "the scales were not read: that needs kvguard's reader in the engine",
         )
-    state, detail = classify_scales(reading, declared, calculated)
+    state, detail = classify_scales(reading, declared, calculated, calibrated)
     if state is ScaleState.INVALID or not missing:
         confidence = Confidence.UNKNOWN if state is ScaleState.UNKNOWN else Confidence.PROVEN
         return state, confidence, detail

@@ -22,11 +22,13 @@ class _Origin(Enum):
     ABSENT = "no scale in the engine"
 
 
-def classify_scales(reading: TensorReading, declared: Declared | None, calculated: bool) -> tuple[ScaleState, str]:
+def classify_scales(
+    reading: TensorReading, declared: Declared | None, calculated: bool, calibrated: bool = False
+) -> tuple[ScaleState, str]:
     """The state of the quantized layers' scales and a sentence about it.
 
-    `calculated`: the engine runs with --calculate-kv-scales. Without `declared`, 1.0 cannot be told from 1.0 by
-    default, so most states are unknown.
+    `calculated`: the engine runs with --calculate-kv-scales. `calibrated`: the files' scales are a calibration of
+    kvguard's. Without `declared`, 1.0 cannot be told from 1.0 by default, so most states are unknown.
     """
     quantized = [(r, layer) for r, layer in reading.layers() if _narrow(layer)]
     if not quantized:
@@ -51,6 +53,8 @@ def classify_scales(reading: TensorReading, declared: Declared | None, calculate
     if _Origin.OTHER in kinds:
         return ScaleState.UNKNOWN, f"layers {_layers(origins, _Origin.OTHER)}: values neither the files' nor 1.0"
     if kinds <= {_Origin.LOADED, _Origin.UNIT_LOADED}:
+        if calibrated:
+            return ScaleState.RUNTIME_ONCE, "equal to the calibration's scale tensors"
         return _loaded(kinds)
     if kinds <= {_Origin.UNIT, _Origin.LOST}:
         return _unit(kinds, calculated)

@@ -25,6 +25,12 @@ def accepted(version: str) -> tuple[str, ...] | None:
     return None if entry is None else tuple(entry["values"])
 
 
+def accepted_source(version: str) -> str:
+    """Where the accepted values of a version were read, "" when they were not."""
+    entry = entry_for(version, read_data("kv_dtypes")["accepted"]) if examined(version) else None
+    return "" if entry is None else str(entry["source"])
+
+
 def versions_accepting(dtype: str) -> str | None:
     """The examined versions whose parser takes this spelling ("0.20.0..0.32.0"), or None when none does."""
     ranges = [entry["versions"] for entry in read_data("kv_dtypes")["accepted"] if dtype in entry["values"]]
@@ -60,6 +66,16 @@ def calculate_kv_scales_versions() -> str:
 def has_calculate_kv_scales(version: str) -> bool | None:
     """Whether `--calculate-kv-scales` exists; None when this version was not examined."""
     return in_range(version, calculate_kv_scales_versions()) if examined(version) else None
+
+
+def calculate_kv_scales_status(version: str) -> str | None:
+    """ "accepted", "deprecated" (a warning says so) or "removed" (the engine exits); None when not examined."""
+    if not examined(version):
+        return None
+    facts = read_data("kv_dtypes")["calculate_kv_scales"]
+    if not in_range(version, facts["flag"]):
+        return "removed"
+    return "deprecated" if in_range(version, facts["deprecated"]) else "accepted"
 
 
 def runtime_scales(version: str, platform: str | None) -> RuntimeScales | None:

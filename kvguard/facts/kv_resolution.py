@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvguard.facts.devices import Device
 from kvguard.facts.kv_dtypes import FP8_E5M2, Fact
 from kvguard.facts.versions import entry_for, in_range, read_data
 from kvguard.vocabulary import Frozen, canonical_dtype
@@ -102,6 +103,17 @@ def never_resolves(quant_method: str) -> Fact | None:
     return Fact(reason=f"{entry['methods'][quant_method]}: {entry['reason']}", source=entry["source"])
 
 
+def never_resolving_methods() -> dict[str, Fact]:
+    """Quantization methods whose KV declaration no version lets change the cache dtype."""
+    methods = read_data("kv_resolution")["never"]["methods"]
+    return {method: fact for method in methods if (fact := never_resolves(method)) is not None}
+
+
+def modelopt_source() -> str:
+    """Where ModelOpt's resolver was read."""
+    return str(read_data("kv_resolution")["modelopt"]["source"])
+
+
 class CpuRule(Effect):
     """The CPU platform's rule: "e4m3_to_e5m2", "all_to_auto", "quantized_to_auto" or "none".
 
@@ -120,14 +132,51 @@ def cpu_rule(version: str) -> CpuRule | None:
     return CpuRule(effect=entry["effect"], reason=entry["reason"], source=entry["source"], runs=runs)
 
 
-def model_rule(version: str, traits: frozenset[str], requested: str) -> Effect | None:
-    """A rule of the model's own code: its effect is a dtype, "auto" (the model's dtype) or "unknown".
+class ModelRule(Fact):
+    """One rule of a model's own code: the trait it goes by, the canonical values it meets, and what they become."""
 
-    `traits` are names of `Declared.traits`; `requested` is a canonical dtype or "auto".
+    model: str
+    requested: tuple[str, ...]
+    result: str
+
+
+def model_rules(version: str) -> tuple[ModelRule, ...]:
+    """Every rule of model classes in this version, as it stands without knowing the device."""
+    keys = ("model", "requested", "result", "reason", "source")
+    return tuple(
+        ModelRule.model_validate({key: entry[key] for key in keys})
+        for entry in read_data("kv_resolution")["model_rules"]
+        if in_range(version, entry["versions"])
+    )
+
+
+class ModelEffect(Effect):
+    """A dtype, "auto" (the model's dtype) or "unknown". `front_end`: decided where log and metrics show it."""
+
+    front_end: bool = False
+
+
+def model_rule(version: str, traits: frozenset[str], requested: str, device: Device | None = None) -> ModelEffect | None:
+    """What a rule of the model's own code makes of a value.
+
+    `traits` are names of `Declared.traits`; `requested` is a canonical dtype or "auto". Where the rule depends on the
+    hardware, `device` decides, and without one the effect is "unknown". None: the value stays as it is.
     """
-    entries = read_data("kv_resolution")["model_rules"]
-    fitting = [entry for entry in entries if entry["model"] in traits and requested in entry["requested"]]
-    return _effect(version, fitting, "result")
+    for entry in read_data("kv_resolution")["model_rules"]:
+        if entry["model"] not in traits or requested not in entry["requested"] or not in_range(version, entry["versions"]):
+            continue
+        for choice in entry.get("by_device", ()) if device else ():
+            if device and device.matches(choice["device"]) and in_range(version, choice.get("versions", entry["versions"])):
+                if choice["result"] == "as_is":
+                    return None
+                reason = choice.get("reason", entry["reason"])
+                return _model_effect(entry, choice["result"], reason)
+        return _model_effect(entry, entry["result"], entry["reason"])
+    return None
+
+
+def _model_effect(entry: Mapping[str, Any], result: str, reason: str) -> ModelEffect:
+    return ModelEffect(effect=result, reason=reason, source=entry["source"], front_end=entry.get("front_end", False))
 
 
 def e5m2_refusal(version: str, *, compressed_tensors_without_scheme: bool) -> Fact | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from kvguard.facts.versions import in_range
-from kvguard.vocabulary import Json
+from kvguard.facts.versions import entry_for, in_range
+from kvguard.vocabulary import Frozen, Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,24 @@ def log_lines() -> tuple[LogLine, ...]:
         )
         for entry in _document()["lines"]
     )
+
+
+class LogPrefix(Frozen):
+    """How lines of each kind of process begin. `colour_when_piped`: escape codes even into a file. None: no prefix."""
+
+    engine: str
+    worker: str
+    api_server: str | None
+    colour_when_piped: bool
+    note: str
+
+
+def log_prefix(version: str) -> LogPrefix | None:
+    """The process prefixes of this version's lines; None where they were not read."""
+    entry = entry_for(version, _document()["prefixes"])
+    if entry is None:
+        return None
+    return LogPrefix.model_validate({key: value for key, value in entry.items() if key not in ("versions", "source")})
 
 
 @cache

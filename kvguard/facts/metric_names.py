@@ -24,10 +24,30 @@ def series_names(meaning: str, version: str | None = None) -> tuple[str, ...]:
     return tuple(e["name"] for e in entries if version is None or in_range(version, e["versions"]))
 
 
+def meanings() -> tuple[str, ...]:
+    """What the series that kvguard reads mean."""
+    return tuple(_document()["series"])
+
+
 @cache
 def all_series_names() -> frozenset[str]:
     """Every series kvguard reads."""
     return frozenset(entry["name"] for entries in _document()["series"].values() for entry in entries)
+
+
+def other_series(version: str) -> tuple[str, ...]:
+    """Further series of the V1 engine that this version exports and kvguard does not read."""
+    names = {
+        entry["name"]
+        for entry in _document()["other_series"]
+        if entry.get("engine", "V1") == "V1" and in_range(version, entry["versions"])
+    }
+    return tuple(sorted(names))
+
+
+def info_labels(version: str) -> tuple[str, ...]:
+    """The labels of vllm:cache_config_info in this version."""
+    return tuple(label for label, entry in _document()["labels"].items() if in_range(version, entry["versions"]))
 
 
 def label_note(label: str) -> str:

@@ -41,6 +41,8 @@ def scale_name(name: str) -> ScaleName | None:
 
     Weight scales (`k_proj.weight_scale`), vision, audio and draft layers are not KV scales of the model.
     """
+    if not name.endswith(("scale", "qscale_act")):
+        return None
     layer = _LAYER.search(name)
     query, elsewhere = _other()
     if layer is None or elsewhere.search(name):
@@ -53,13 +55,40 @@ def scale_name(name: str) -> ScaleName | None:
     return ScaleName(layer=int(layer[1]), part="q", form="query") if query.search(name) else None
 
 
-def form_is_recognised(version: str, form: str, quant_method: str) -> bool:
-    """Whether this version maps tensors named in this form to KV scales for this quantization method."""
+def form_is_recognised(version: str, form: str, quant_method: str) -> bool | None:
+    """Whether this version maps tensors named in this form to KV scales for this quantization method; None: not read."""
     entry = next(entry for entry in read_data("kv_scales")["names"] if entry["id"] == form)
+    if in_range(version, entry.get("not_read", "0.0.0")):
+        return None
     methods = entry.get("only_methods")
     if methods is None:
         return in_range(version, entry["versions"])
     return quant_method in methods and in_range(version, methods[quant_method])
+
+
+def recognised_forms(version: str) -> dict[str, tuple[str, ...]]:
+    """The name forms this version maps to KV scales, each with the quantization methods that do ("any": all of them)."""
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in read_data("kv_scales")["names"]:
+        methods = entry.get("only_methods")
+        if methods is None:
+            if in_range(version, entry["versions"]):
+                found[entry["id"]] = ("any",)
+        elif fitting := tuple(method for method, versions in methods.items() if in_range(version, versions)):
+            found[entry["id"]] = fitting
+    return found
+
+
+def scale_owners(version: str) -> dict[str, dict[str, bool]]:
+    """Quantization methods that load KV scales in this version, for ordinary and for MLA attention."""
+    return {
+        entry["method"]: {
+            "attention": in_range(version, entry["attention"]),
+            "mla": entry["mla"] is not None and in_range(version, entry["mla"]),
+        }
+        for entry in read_data("kv_scales")["owners"]
+        if in_range(version, entry["attention"])
+    }
 
 
 def owns_kv_scales(version: str, quant_method: str | None, *, mla: bool, algorithm_declared: bool) -> bool:
@@ -83,6 +112,21 @@ def owners_source() -> str:
 def _versioned(version: str, key: str) -> Fact | None:
     entry = read_data("kv_scales")[key]
     return Fact(reason=entry["reason"], source=entry["source"]) if in_range(version, entry["versions"]) else None
+
+
+def dropped_by_model(version: str, architecture: str | None) -> Fact | None:
+    """Why this model class is reported to lose the checkpoint's KV scales, or None."""
+    for entry in read_data("kv_scales")["dropped_by_model"]:
+        if architecture in entry["architectures"] and in_range(version, entry["versions"]):
+            return Fact(reason=entry["reason"], source=entry["source"])
+    return None
+
+
+def per_head_refusal(version: str, quant_method: str | None) -> Fact | None:
+    """Why scales with a value for each head cannot be loaded by this method, or None when they can."""
+    entry = read_data("kv_scales")["per_head"]
+    allowed = quant_method == entry["method"] and in_range(version, entry["versions"])
+    return None if allowed else Fact(reason=entry["reason"], source=entry["source"])
 
 
 def unexpected_without_quant_config(version: str) -> Fact | None:

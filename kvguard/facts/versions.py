@@ -48,6 +48,9 @@ EXAMINED: tuple[str, ...] = tuple(read_data("versions")["examined"])
 
 OLDEST, NEWEST = EXAMINED[0], EXAMINED[-1]
 
+OLDEST_GUARDED: str = read_data("versions")["guarded_from"]
+"""The first version that can be moved to a Unix socket and read from inside."""
+
 KNOWN = f"{OLDEST}..{NEWEST}"
 """The range of the facts; whatever is outside is unknown."""
 

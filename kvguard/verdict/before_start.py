@@ -6,8 +6,10 @@ from kvguard.checkpoint.models import Declared
 from kvguard.evidence.prediction import Prediction
 from kvguard.policy.models import MODEL_DTYPE, Policy, ScalesRule, allows_dtype, allows_scales
 from kvguard.verdict.checks import required_dtypes, version_check
-from kvguard.vocabulary import Check, CheckResult, ScaleState, is_quantized
+from kvguard.verdict.runtime_scales import RuntimeScales
+from kvguard.vocabulary import Check, CheckResult, ScaleState, canonical_dtype, is_quantized
 
+_SIXTEEN_BIT = ("bfloat16", "float16")
 _BROKEN = frozenset({ScaleState.PARTIAL, ScaleState.INVALID})
 
 
@@ -24,18 +26,40 @@ def judge_before_start(
     engine_version: str,
     typed_skip_layers: tuple[str, ...] = (),
     calculate_kv_scales: bool = False,
+    runtime: RuntimeScales | None = None,
 ) -> tuple[Check, ...]:
-    """Checks on the plan. A failed one refuses the start; what only the engine can show is left to `judge`."""
+    """Checks on the plan. A failed one refuses the start; what only the engine can show is left to `judge`.
+
+    `runtime` is how runtime scales are had, where they are wanted; before that was decided there is no check of them.
+    """
     checks = []
     if policy is not None:
         checks.append(version_check(policy, engine_version or None))
         checks.append(_dtype_check(policy, target, typed, typed_by, problem, model_dtype))
-    scales = _scales_check(policy, prediction, target, declared, calculate_kv_scales)
+    unlike = _unlike_model(typed, typed_by, model_dtype)
+    if unlike is not None:
+        checks.append(unlike)
+    scales = _scales_check(policy, prediction, target, declared, calculate_kv_scales, runtime)
     if scales is not None:
         checks.append(scales)
     if policy is not None and typed_skip_layers and is_quantized(target):
         checks.append(_skip_check(policy, typed_skip_layers))
     return tuple(checks)
+
+
+def _unlike_model(typed: str | None, typed_by: str, model_dtype: str | None) -> Check | None:
+    """A typed 16-bit dtype other than the model's: vLLM reads its bits as the other type, and answers are nonsense."""
+    asked = canonical_dtype(typed) if typed else None
+    if asked not in _SIXTEEN_BIT or model_dtype not in _SIXTEEN_BIT or asked == model_dtype:
+        return None
+    return Check(
+        name="sixteen_bit_type",
+        result=CheckResult.FAIL,
+        required=f"{model_dtype}, as the model, or auto: vLLM does not convert between 16-bit types (vllm-project/vllm#54338)",
+        found=f"--kv-cache-dtype {typed}",
+        where=typed_by or "command",
+        action=f"use --kv-cache-dtype {model_dtype} or auto, or add --dtype {asked}",
+    )
 
 
 def _dtype_check(policy: Policy, target: str, typed: str | None, typed_by: str, problem: str, model_dtype: str | None) -> Check:
@@ -79,7 +103,12 @@ def _dtype_check(policy: Policy, target: str, typed: str | None, typed_by: str, 
 
 
 def _scales_check(
-    policy: Policy | None, prediction: Prediction, target: str, declared: Declared, calculate: bool
+    policy: Policy | None,
+    prediction: Prediction,
+    target: str,
+    declared: Declared,
+    calculate: bool,
+    runtime: RuntimeScales | None,
 ) -> Check | None:
     """Scales as this version would load them. None when only the engine can tell."""
     rule = policy.kv_cache.scales if policy is not None else ScalesRule.ANY
@@ -88,13 +117,11 @@ def _scales_check(
     required = "valid scales on every layer" if rule is ScalesRule.ANY else f"{rule.value} scales"
     where, found = declared.scales.where, _found(state, declared)
     action = ""
+    if quantized and runtime is not None and (runtime.problem or rule is ScalesRule.RUNTIME):
+        return runtime.check()
     if quantized and rule is ScalesRule.RUNTIME and state is not ScaleState.RUNTIME_DYNAMIC:
-        result = CheckResult.FAIL
-        found = "runtime scales cannot be established yet" + (
-            ": --calculate-kv-scales calibrates on whatever comes first" if calculate else ""
-        )
-        where, action = "this version of kvguard", "use a checkpoint with calibrated scales, or a per-token-head dtype"
-    elif quantized and state in _BROKEN:
+        return None
+    if quantized and state in _BROKEN:
         result = CheckResult.FAIL
         action = "repair the checkpoint's scale tensors, or run the cache in 16 bit"
     elif state is ScaleState.UNKNOWN or calculate:

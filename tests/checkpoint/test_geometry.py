@@ -89,7 +89,7 @@ def test_a_hybrid_knows_its_attention_layers_and_not_its_bytes():
         ({"num_hidden_layers": None}, "number of layers"),
         ({"head_dim": None, "hidden_size": None}, "head size"),
         ({"global_head_dim": 512}, "head sizes"),
-        ({"num_kv_shared_layers": 15}, "share"),
+        ({"cla_share_factor": 2}, "share"),
         ({"v_head_dim": 128}, "different sizes"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"num_hidden_layers": 0}, "number of layers"),

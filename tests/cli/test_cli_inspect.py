@@ -4,14 +4,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
+from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, f32, scales, write
 from kvguard.cli import inspect as module
 from kvguard.cli.inspect import inspect
 from kvguard.cli.sizes import parse_size
 from kvguard.vocabulary import UsageError
 
 app = typer.Typer()
-app.command()(inspect)
+app.command(context_settings={"allow_extra_args": True})(inspect)
 
 
 def run(*arguments):
@@ -96,3 +96,50 @@ def test_sizes(text, size):
 def test_sizes_that_are_none(text):
     with pytest.raises(UsageError, match="--memory"):
         parse_size(text, "--memory")
+
+
+def test_the_device_decides_and_is_named(tmp_path):
+    directory = write(tmp_path, {**SMOLLM2, **COMPRESSED_TENSORS}, scales(range(30)))
+    found = report(directory, "--engine-version", "0.32.0", "--device", "t4")
+    assert found["device"] == {"name": "t4", "platform": "cuda", "capability": "7.5", "architecture": ""}
+    assert found["prediction"]["fails"]
+    shown = run(directory, "--engine-version", "0.32.0", "--device", "h100").stdout
+    assert "vLLM 0.32.0 on h100:" in shown
+    assert "its log will say:     auto, as will its metrics" in shown
+    assert isinstance(run(directory, "--device", "abacus").exception, UsageError)
+
+
+def test_overrides_and_producers_are_shown(tmp_path):
+    block = {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.44.0"}}
+    scheme = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+    directory = write(tmp_path, {**SMOLLM2, "quantization_config": {**block, **scheme}})
+    found = report(directory, "--engine-version", "0.32.0")
+    assert (found["producer"], found["prediction"]["dtype"]) == ("modelopt 0.44.0", "fp8_e4m3")
+    assert any("intends" in finding for finding in found["findings"])
+    assert "quantization:         modelopt, by modelopt 0.44.0" in run(directory, "--engine-version", "0.32.0").stdout
+    bare = json.dumps({"quantization_config": block})
+    assert report(directory, "--engine-version", "0.32.0", "--hf-overrides", bare)["prediction"]["dtype"] == "bfloat16"
+    assert isinstance(run(directory, "--hf-overrides", "[").exception, UsageError)
+
+
+def test_cautions_are_shown(tmp_path):
+    directory = write(tmp_path, {**SMOLLM2, "architectures": ["Qwen2ForCausalLM"]})
+    options = ("--engine-version", "0.32.0", "--kv-cache-dtype", "fp8")
+    assert [caution["id"] for caution in report(directory, *options)["cautions"]] == ["fragile_at_unit_scale"]
+    assert "caution:              this architecture is reported" in run(directory, *options).stdout
+    assert report(directory, "--engine-version", "0.32.0")["cautions"] == []
+
+
+def test_scales_for_each_head_are_said_so(tmp_path):
+    heads = {f"model.layers.{n}.self_attn.{side}_scale": f32(0.1, 0.2, 0.3) for n in range(30) for side in "kv"}
+    directory = write(tmp_path, {**SMOLLM2, **COMPRESSED_TENSORS}, heads)
+    assert report(directory, "--engine-version", "0.32.0")["scales"]["per_head"]
+    assert "one scale for each head" in run(directory, "--engine-version", "0.32.0").stdout
+
+
+def test_which_8_bit_cache_to_try(tmp_path):
+    directory = write(tmp_path, SMOLLM2)
+    options = ("--engine-version", "0.32.0", "--device", "a100")
+    assert report(directory, *options)["first_choice"]["dtype"] == "int8_per_token_head"
+    assert "8-bit cache to try:   int8_per_token_head: fp8_e4m3:" in run(directory, *options).stdout
+    assert "8-bit cache" not in run(directory, "--engine-version", "0.32.0").stdout

@@ -52,7 +52,7 @@ def test_chat_templates(tmp_path, name, content, has):
 def test_only_files_the_index_names_count(tmp_path):
     write(tmp_path, SMOLLM2, {"w": f32(1.0)})
     (tmp_path / "a.safetensors").write_bytes(safetensors(scales([0])))
-    (tmp_path / "consolidated.safetensors").write_bytes(b"broken, and never opened")
+    (tmp_path / "leftover.safetensors").write_bytes(b"broken, and never opened")
     (tmp_path / "model.safetensors.index.json").write_text(index(w="model.safetensors", s="a.safetensors"))
     found = read_checkpoint(str(tmp_path))
     assert [header.file for header in found.safetensors] == ["a.safetensors", "model.safetensors"]

@@ -52,7 +52,7 @@ def test_every_range_and_source_in_the_facts_is_usable():
     def walk(value):
         if isinstance(value, dict):
             for key, below in value.items():
-                if key in ("versions", "flag", "attention", "mla") and below and not str(below).startswith("--"):
+                if key in ("versions", "flag", "attention", "mla") and isinstance(below, str) and not below.startswith("--"):
                     in_range("0.32.0", below)
                 if key == "source":
                     assert below.strip()
@@ -61,5 +61,18 @@ def test_every_range_and_source_in_the_facts_is_usable():
             for below in value:
                 walk(below)
 
-    for name in ("kv_dtypes", "kv_resolution", "kv_scales", "architectures"):
+    for name in (
+        "architectures",
+        "cautions",
+        "cli_flags",
+        "devices",
+        "echo",
+        "failures",
+        "kv_dtypes",
+        "kv_resolution",
+        "kv_scales",
+        "log_lines",
+        "metrics",
+        "producers",
+    ):
         walk(versions.read_data(name))

@@ -11,6 +11,7 @@ from kvguard.engine.resolve import resolve
 from kvguard.policy.models import Policy
 from kvguard.verdict.before_start import judge_before_start
 from kvguard.verdict.checks import describe, violates, violations
+from kvguard.verdict.runtime_scales import RuntimeScales
 from kvguard.vocabulary import Check, CheckResult
 from launches import command, declared, policy
 
@@ -26,6 +27,7 @@ def judged(
     version: str = "0.32.0",
     config: dict[str, Any] | None = None,
     tensors: Tensors | None = None,
+    runtime: RuntimeScales | None = None,
 ) -> dict[str, Check]:
     """The checks on a command and a checkpoint, by name."""
     typed, files = command(*argv, version=version), declared(config or SMOLLM2, tensors)
@@ -42,6 +44,7 @@ def judged(
         engine_version=version,
         typed_skip_layers=typed.values("--kv-cache-dtype-skip-layers"),
         calculate_kv_scales=typed.present("--calculate-kv-scales"),
+        runtime=runtime,
     )
     return {check.name: check for check in checks}
 
@@ -175,7 +178,6 @@ def test_the_version(wanted: str, version: str, result: CheckResult) -> None:
         ("any", NAN, CheckResult.FAIL, ("invalid: not finite and positive in model.layers.3 (k = nan)",)),
         ("checkpoint", HALF, CheckResult.FAIL, ("partial",)),
         ("any", scales(range(30), 0.0), CheckResult.FAIL, ("invalid", "model.layers.0", "model.layers.29")),
-        ("runtime", ALL, CheckResult.FAIL, ("runtime scales cannot be established yet", "this version of kvguard")),
     ],
 )
 def test_scales(rule: str, tensors: Tensors, result: CheckResult, words: tuple[str, ...]) -> None:
@@ -200,10 +202,17 @@ def test_scales_computed_for_each_token_are_runtime_scales() -> None:
     assert (check.result, check.found) == (CheckResult.PASS, "runtime_dynamic")
 
 
-def test_calibrating_on_whatever_comes_first() -> None:
+def test_runtime_scales_are_judged_by_the_way_they_are_had() -> None:
     fp8 = ("--kv-cache-dtype", "fp8", "--calculate-kv-scales")
-    runtime = judged(policy("kv_cache: {dtype: fp8_e4m3, scales: runtime}"), *fp8, version="0.20.2")["kv_scales"]
-    says(runtime, "--calculate-kv-scales calibrates on whatever comes first")
+    required = policy("kv_cache: {dtype: fp8_e4m3, scales: runtime}")
+    assert "kv_scales" not in judged(required, *fp8, version="0.20.2"), "not decided yet"
+    way = RuntimeScales(way="overlay", reason="", overlay="/o", found="runtime_once: calibration x", where="/o")
+    assert judged(required, runtime=way)["kv_scales"].result is CheckResult.PASS
+    none = way.model_copy(update={"problem": "no calibration", "action": "calibrate"})
+    check = judged(required, runtime=none)["kv_scales"]
+    assert check.result is CheckResult.FAIL
+    says(check, "required runtime scales; found no calibration (/o); calibrate")
+    assert judged(policy("kv_cache: {dtype: fp8_e4m3}"), runtime=none)["kv_scales"].result is CheckResult.FAIL
     assert "kv_scales" not in judged(policy("kv_cache: {dtype: fp8_e4m3}"), *fp8, version="0.20.2")
 
 

@@ -1,0 +1,61 @@
+"""The upgrade preview of `kvguard inspect --across`: one command and checkpoint on several vLLM versions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvguard.cli.check import read_config
+from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
+from kvguard.engine.preview import Outcome, differences, full_version, preview
+from kvguard.facts.devices import Device
+from kvguard.vocabulary import UsageError
+
+
+def show_across(
+    model: str,
+    across: str,
+    argv: tuple[str, ...],
+    given: Mapping[str, str | None],
+    device: Device | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what each version of a comma-separated list makes of the command, and what changes in between.
+
+    Without a command, the model alone is served. UsageError for an empty list, and for options of `given` (name to value)
+    that a command has to say for itself.
+    """
+    versions = [full_version(text.strip()) for text in across.split(",") if text.strip()]
+    if not versions:
+        raise UsageError("inspect: a command after `--` is previewed on versions: give --across, such as 0.16,0.22,0.32")
+    said = [name for name, value in given.items() if value is not None and not (name == "--engine-version" and value == across)]
+    if said:
+        raise UsageError(f"inspect --across: {', '.join(said)}: say it in the command after `--` instead")
+    files = read_checkpoint(resolve_model(model, os.environ))
+    outcomes = [preview(argv or ("vllm", "serve", model), version, files, read_config, device) for version in versions]
+    changes = differences(outcomes)
+    if as_json:
+        document = {"versions": [outcome.model_dump(mode="json") for outcome in outcomes], "changes": list(changes)}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console = Console(soft_wrap=True, highlight=False, markup=False, width=200)
+    table = Table("vLLM", "KV cache", "scales", "bytes/token", "log and metrics show", "does not start", box=None)
+    for outcome in outcomes:
+        table.add_row(*_row(outcome))
+    console.print(table)
+    for change in changes or ("nothing changes between these versions",):
+        console.print(change)
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    if outcome.problem:
+        return outcome.version, "-", "-", "-", "-", outcome.problem
+    dtype = outcome.dtype + (" (not as typed)" if outcome.honoured is False else "")
+    size = "unknown" if outcome.bytes_per_token is None else f"{outcome.bytes_per_token:,.0f}"
+    return outcome.version, dtype, outcome.scales, size, outcome.echo or "unknown", ""

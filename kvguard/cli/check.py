@@ -1,0 +1,91 @@
+"""`kvguard check`: the static half of `kvguard serve`, for a pull request's CI. Starts nothing and needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
+from kvguard.engine.command import parse_command, split_words
+from kvguard.engine.find import installed_version
+from kvguard.engine.preview import StaticVerdict, full_version, judge_statically
+from kvguard.facts.devices import find_device
+from kvguard.facts.versions import KNOWN
+from kvguard.files import read_regular_file
+from kvguard.policy.parse import load_policy
+from kvguard.verdict.checks import describe, violates
+from kvguard.vocabulary import ExitCode, UsageError
+
+_YAML_LIMIT = 1 << 20
+
+
+def check(
+    context: typer.Context,
+    *,
+    policy: Annotated[Path | None, typer.Option(help="Policy file (YAML). Without one, only integrity is checked.")] = None,
+    engine_version: Annotated[
+        str | None, typer.Option(help="Judge for this vLLM version (default: the installed one).")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Judge for this accelerator: h100, b200, rtx5090, a100, mi300x, cpu, sm90, gfx942.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Judge a command and its checkpoint against a policy without starting anything. Exit 0, 2 or 3 as `serve` would.
+
+    Example: kvguard check --policy policy.yaml --engine-version 0.32.0 -- vllm serve ./my-model --port 8000
+    """
+    required = load_policy(policy) if policy else None
+    version = full_version(engine_version) if engine_version else installed_version()
+    if version is None:
+        raise UsageError(f"no vLLM was found, so its version is unknown; give --engine-version (facts cover {KNOWN})")
+    argv = tuple(context.args)
+    model = parse_command(split_words(argv), version, read_config).model
+    files = read_checkpoint(resolve_model(model, os.environ))
+    where = find_device(device) if device else None
+    verdict = judge_statically(argv, version, required, files, read_config, os.environ, where)
+    refused = violates(verdict.checks)
+    if as_json:
+        typer.echo(json.dumps(_document(verdict, version, device, refused), indent=2))
+    else:
+        _print(verdict, version, refused)
+    raise typer.Exit(ExitCode.POLICY_VIOLATION if refused else ExitCode.CLEAN)
+
+
+def read_config(path: str) -> bytes:
+    """The bytes of a --config file. UsageError when it cannot be read."""
+    return read_regular_file(Path(path), _YAML_LIMIT, "vLLM --config file")
+
+
+def _document(verdict: StaticVerdict, version: str, device: str | None, refused: bool) -> dict[str, Any]:
+    resolution = verdict.resolution
+    return {
+        "model": verdict.declared.directory,
+        "engine_version": version,
+        "device": device,
+        "kv_cache_dtype": resolution.target,
+        "stated": resolution.stated,
+        "reason": resolution.reason,
+        "scales": resolution.prediction.scales.value,
+        "checks": [one.model_dump(mode="json") for one in verdict.checks],
+        "warnings": list(verdict.command.warnings),
+        "degraded": list(verdict.degraded),
+        "violates": refused,
+    }
+
+
+def _print(verdict: StaticVerdict, version: str, refused: bool) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    resolution = verdict.resolution
+    stated = f"stated as --kv-cache-dtype {resolution.stated}" if resolution.stated else "the command stays as it is"
+    console.print(f"vLLM {version}: KV cache {resolution.target}, scales {resolution.prediction.scales.value}; {stated}")
+    for one in verdict.checks:
+        console.print(describe(one))
+    for text in (*verdict.command.warnings, *verdict.degraded):
+        console.print(f"warning: {text}")
+    console.print("refused: kvguard serve would not start this" if refused else "allowed: nothing known speaks against it")

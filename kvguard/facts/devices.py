@@ -1,0 +1,80 @@
+"""Accelerators as an input of prediction: their names, and what a version does with a cache dtype on them."""
+
+from __future__ import annotations
+
+import re
+
+from packaging.version import Version
+
+from kvguard.facts.kv_dtypes import Fact
+from kvguard.facts.versions import in_range, read_data
+from kvguard.vocabulary import Frozen, UsageError
+
+_SM = re.compile(r"(?:sm|cc)[_ ]?(\d{2,3})[af]?")
+_CAPABILITY = re.compile(r"(\d{1,2})\.(\d)")
+_GFX = re.compile(r"gfx[0-9a-f]{3,5}")
+
+
+class Device(Frozen):
+    """One kind of accelerator. `platform`: cuda, rocm, cpu or xpu; `capability` "9.0"; `architecture` "gfx942"."""
+
+    name: str
+    platform: str
+    capability: str = ""
+    architecture: str = ""
+
+    def matches(self, pattern: str) -> bool:
+        """Whether this is the device of a pattern: "any", "cuda", "cuda:10", "rocm:gfx94", or a list with commas."""
+        return any(self._is(part.strip()) for part in pattern.split(","))
+
+    def below(self, capability: str) -> bool:
+        """Whether this is an NVIDIA device of a lower compute capability."""
+        return bool(self.capability) and Version(self.capability) < Version(capability)
+
+    def _is(self, pattern: str) -> bool:
+        platform, _, detail = pattern.partition(":")
+        if platform not in ("any", self.platform):
+            return False
+        return not detail or self.capability.split(".")[0] == detail or self.architecture.startswith(detail or "-")
+
+
+def find_device(text: str) -> Device:
+    """A device by name ("h100", "RTX 4090", "mi300x", "cpu"), as "sm90", "9.0" or "gfx942". UsageError for others."""
+    plain = re.sub(r"[\s_-]", "", text.lower()).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
+    known = read_data("devices")["devices"]
+    if plain in known:
+        return Device(name=plain, **known[plain])
+    if match := _SM.fullmatch(text.strip().lower()):
+        digits = match[1]
+        return Device(name=f"sm{digits}", platform="cuda", capability=f"{int(digits[:-1])}.{digits[-1]}")
+    if match := _CAPABILITY.fullmatch(text.strip()):
+        return Device(name=f"sm{match[1]}{match[2]}", platform="cuda", capability=match[0])
+    if _GFX.fullmatch(plain):
+        return Device(name=plain, platform="rocm", architecture=plain)
+    raise UsageError(f"--device {text!r}: not a known device; known are {', '.join(known)}, sm90 or 9.0, gfx942")
+
+
+class DeviceRule(Fact):
+    """What a device does to a cache dtype. `result`: "as_is", "fails" or "unknown"; `do` is the way out."""
+
+    result: str
+    do: str = ""
+
+
+def device_rule(version: str, device: Device, dtype: str, *, mla: bool, traits: frozenset[str]) -> DeviceRule | None:
+    """The first rule about this canonical dtype on this device, None when there is none."""
+    for entry in read_data("devices")["rules"]:
+        if dtype not in entry["dtypes"] or not in_range(version, entry["versions"]) or not device.matches(entry["device"]):
+            continue
+        if entry.get("mla", mla) != mla or entry.get("trait", "") not in ("", *traits):
+            continue
+        if "below" in entry and not device.below(entry["below"]):
+            continue
+        return DeviceRule(result=entry["result"], reason=entry["reason"], do=entry.get("do", ""), source=entry["source"])
+    return None
+
+
+def doubled_scales(device: Device | None) -> Fact | None:
+    """Why loaded scales are doubled on this device, or None."""
+    entry = read_data("devices")["fnuz"]
+    return Fact(reason=entry["reason"], source=entry["source"]) if device and device.matches(entry["device"]) else None

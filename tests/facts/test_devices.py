@@ -1,0 +1,105 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint_fakes import refusal
+from kvguard.facts.devices import device_rule, doubled_scales, find_device
+from kvguard.facts.versions import in_range, read_data
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "detail"),
+    [
+        ("h100", "cuda", "9.0"),
+        ("NVIDIA H100", "cuda", "9.0"),
+        ("B200", "cuda", "10.0"),
+        ("RTX 5090", "cuda", "12.0"),
+        ("GeForce RTX 4090", "cuda", "8.9"),
+        ("sm90", "cuda", "9.0"),
+        ("sm_100a", "cuda", "10.0"),
+        ("8.6", "cuda", "8.6"),
+        ("mi300x", "rocm", "gfx942"),
+        ("gfx950", "rocm", "gfx950"),
+        ("cpu", "cpu", ""),
+    ],
+)
+def test_names(text, platform, detail):
+    device = find_device(text)
+    assert (device.platform, device.capability or device.architecture) == (platform, detail)
+
+
+@pytest.mark.parametrize("text", ["", "tpu-v9", "sm", "9", "gfx", "h100 or so"])
+def test_unknown_names_are_refused_with_the_known_ones(text):
+    assert "h100" in refusal(lambda: find_device(text))
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_device_or_refused(text):
+    refusal(lambda: find_device(text))
+
+
+def test_patterns():
+    h100, b200, mi300 = find_device("h100"), find_device("b200"), find_device("mi300")
+    assert h100.matches("any")
+    assert h100.matches("cuda")
+    assert h100.matches("cuda:9")
+    assert not h100.matches("cuda:10")
+    assert b200.matches("cuda:9,cuda:10")
+    assert not b200.matches("cuda:1")
+    assert mi300.matches("rocm:gfx94")
+    assert not mi300.matches("rocm:gfx95")
+    assert not find_device("cpu").matches("rocm:gfx94")
+    assert find_device("rtx3090").below("8.9")
+    assert not find_device("l4").below("8.9")
+    assert not mi300.below("8.9")
+
+
+def result(version, device, dtype, *, mla=False, traits=()):
+    rule = device_rule(version, find_device(device), dtype, mla=mla, traits=frozenset(traits))
+    return rule and rule.result
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "dtype", "expected"),
+    [
+        ("0.32.0", "t4", "fp8_e4m3", "fails"),
+        ("0.32.0", "a100", "fp8_e4m3", "unknown"),
+        ("0.32.0", "l4", "fp8_e4m3", None),
+        ("0.32.0", "h100", "fp8_e4m3", None),
+        ("0.32.0", "a100", "fp8_per_token_head", "fails"),
+        ("0.32.0", "a100", "int8_per_token_head", None),
+        ("0.24.0", "h100", "nvfp4", "unknown"),
+        ("0.25.0", "h100", "nvfp4", "fails"),
+        ("0.32.0", "h100", "nvfp4", "as_is"),
+        ("0.32.0", "h100", "nvfp4_4over6", "fails"),
+        ("0.25.0", "b200", "nvfp4", "as_is"),
+        ("0.32.0", "b200", "nvfp4_ds_mla", "as_is"),
+        ("0.32.0", "h100", "nvfp4_ds_mla", "fails"),
+        ("0.32.0", "mi250", "fp8_e4m3", "unknown"),
+        ("0.32.0", "mi300x", "fp8_e4m3", None),
+        ("0.32.0", "cpu", "bfloat16", None),
+    ],
+)
+def test_what_a_device_does_with_a_dtype(version, device, dtype, expected):
+    assert result(version, device, dtype) == expected
+
+
+def test_mla_and_mixed_head_sizes_have_no_way_out_below_8_9():
+    assert result("0.32.0", "a100", "fp8_e4m3", mla=True) == "fails"
+    assert result("0.20.2", "a100", "fp8_e4m3", mla=True) == "unknown"
+    assert result("0.32.0", "a100", "fp8_e4m3", traits=["mixed_head_sizes"]) == "fails"
+    assert result("0.32.0", "h100", "fp8_e4m3", traits=["mixed_head_sizes"]) is None
+
+
+def test_scales_are_doubled_on_fnuz_devices_only():
+    assert doubled_scales(find_device("mi300x"))
+    assert doubled_scales(find_device("mi355x")) is None
+    assert doubled_scales(None) is None
+
+
+def test_every_rule_is_usable():
+    for rule in read_data("devices")["rules"]:
+        in_range("0.32.0", rule["versions"])
+        assert rule["result"] in ("as_is", "fails", "unknown")
+        assert rule["result"] != "fails" or (rule["reason"] and rule["do"])
+        assert rule["source"]
