@@ -2,7 +2,8 @@
 
 It serves on --uds what kvguard asks for, loads the middleware and the worker extension from the command line as vLLM
 does, and answers them from a worker in miniature. The environment says what goes wrong: FAKE_VLLM_FAULTS, names of
-`FAULTS` separated by commas, and FAKE_VLLM_NOTES, a directory for what a test wants to know.
+`FAULTS` separated by commas, and FAKE_VLLM_NOTES, a directory for what a test wants to know. `reference:NAME` is a fault
+of the engine that `--shadow-launch` starts, whose notes are called `reference-…`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,17 @@ FAULTS = {
     "worker_error": "the worker cannot read its layers",
     "broken_scales": "the workers' scales are NaN",
     "sixteen_bit": "the cache is 16-bit whatever the command says",
+    "quantized": "the cache is FP8 whatever the command says",
     "no_metrics": "/metrics answers 404",
     "dies_while_serving": "once a request asks for it, /health answers 503 and the process lives on",
 }
-_CHOSEN = {name for name in os.environ.get("FAKE_VLLM_FAULTS", "").split(",") if name}
+_IS_REFERENCE = any(word.endswith("reference.sock") for word in sys.argv)
+_OF_REFERENCE = "reference:"
+_CHOSEN = {
+    name.removeprefix(_OF_REFERENCE)
+    for name in os.environ.get("FAKE_VLLM_FAULTS", "").split(",")
+    if name and name.startswith(_OF_REFERENCE) is _IS_REFERENCE
+}
 _PIECES = 12
 _METRICS = """\
 # TYPE vllm:num_requests_running gauge
@@ -72,6 +80,8 @@ class Client:
     """vLLM's engine client: one worker, with the extension that the command names."""
 
     def __init__(self, extension: type, dtype: str) -> None:
+        if faulty("quantized"):
+            dtype = "fp8_e4m3"
         quantized = dtype.startswith("fp8") and not faulty("sixteen_bit")
         self.blocks = 728 if quantized else 364
         more: dict[str, Any] = {"_k_scale": scale(float("nan"))} if faulty("broken_scales") else {}
@@ -108,6 +118,9 @@ class Engine:
             await asyncio.sleep(3600)
         return Response(status_code=503 if self._dead or faulty("never_healthy") else 200)
 
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": "0.32.0"})
+
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": self._name, "max_model_len": 2048}]})
 
@@ -127,13 +140,19 @@ class Engine:
         self._dead = self._dead or (faulty("dies_while_serving") and body.get("prompt") == "die")
         if body.get("stream"):
             return StreamingResponse(self._pieces(), media_type="text/event-stream")
+        if body.get("prompt_logprobs"):
+            scored = [{str(token): {"logprob": -0.5}} for token in body["prompt"]]
+            return JSONResponse({"choices": [{"text": "x", "prompt_logprobs": [None, *scored[1:]]}]})
         tokens = [f"token_id:{0 if faulty('repeats') else index}" for index in range(_PIECES)]
         logprobs = [float("nan") if faulty("nan") and index == 7 else -0.25 for index in range(len(tokens))]
         if "messages" in body:
-            logged: dict[str, Any] = {"content": [{"token": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]}
+            pairs = [{"token": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
+            logged: dict[str, Any] = {"content": [{**pair, "top_logprobs": [pair]} for pair in pairs]}
         else:
             logged = {"tokens": tokens, "token_logprobs": logprobs}
-        return Response(json.dumps({"choices": [{"logprobs": logged, "text": "x"}]}), media_type="application/json")
+        ids = [int(token.partition(":")[2]) for token in tokens]
+        answer = {"choices": [{"logprobs": logged, "text": "x", "token_ids": ids}], "prompt_token_ids": [5, 6, 7]}
+        return Response(json.dumps(answer), media_type="application/json")
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         self._running += 1
@@ -195,6 +214,7 @@ def main() -> None:
         routes=[
             Route("/health", engine.health),
             Route("/metrics", engine.metrics),
+            Route("/version", engine.version),
             Route("/v1/models", engine.models),
             Route("/v1/completions", engine.generate, methods=["POST"]),
             Route("/v1/chat/completions", engine.generate, methods=["POST"]),
@@ -209,7 +229,7 @@ def main() -> None:
 
 def note(name: str, text: str) -> None:
     """Leave something for the test to read."""
-    (Path(os.environ["FAKE_VLLM_NOTES"]) / name).write_text(text)
+    (Path(os.environ["FAKE_VLLM_NOTES"]) / (f"reference-{name}" if _IS_REFERENCE else name)).write_text(text)
 
 
 def _named(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from kvguard.engine.client import Answer, EngineClient
 from kvguard.evidence.metrics import EngineFigures
-from kvguard.reference.models import Choice, Decode, Pass
+from kvguard.reference.models import Choice, Decode, Pass, Standing
 from kvguard.shadow.fidelity import candidates
 from kvguard.shadow.runner import Scored, Shadow, ShadowReport, cancel
 from kvguard.shadow.settings import Settings
@@ -65,6 +65,8 @@ class FakeReference:
 
     table: dict[str, float] = field(default_factory=lambda: dict(TRUNCATES))
     choices_possible: bool = True
+    comes_and_goes: bool = False
+    standing: Standing = field(default_factory=Standing)
     why_not: str = ""
     problem: str = ""
     seconds: float = 0.001

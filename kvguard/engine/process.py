@@ -20,6 +20,7 @@ from kvguard.vocabulary import EngineFailed
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKER_ROUNDS = 75  # of 20 ms: how long the engine's resource tracker may take to clean up by itself
 _STARTED: set[int] = set()  # children that we started ourselves and wait for
+_LIVE: set[int] = set()  # engines that were started and are not cleared yet
 _ADOPTS = threading.Event()  # set once every other child of ours is an orphan of the engine
 
 # Runs for 20 ms before it becomes the engine: ask the kernel to send the engine SIGTERM when kvguard dies
@@ -52,7 +53,7 @@ class EngineProcess:
     """A started engine. Its standard output and error pass through unchanged, and to `on_bytes` for reading.
 
     `on_bytes(stream, data)` is called on reader threads with what was relayed; `secrets` are values that must
-    not be printed (vLLM 0.27.1 prints the API key).
+    not be printed (vLLM 0.27.1 prints the API key). `prefix` is put before each line that is passed on.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EngineProcess:
         on_bytes: Callable[[str, bytes], None],
         secrets: Sequence[str],
         outputs: tuple[int, int] = (1, 2),
+        prefix: bytes = b"",
     ) -> None:
         command = [sys.executable, "-I", "-S", "-c", _BECOME_ENGINE, str(os.getpid()), *argv]
         try:
@@ -79,8 +81,9 @@ class EngineProcess:
             raise EngineFailed(f"engine {argv[0]}: could not be started: {error.strerror}") from error
         self.pid = self._child.pid
         _STARTED.add(self.pid)
+        _LIVE.add(self.pid)
         self._relays = [
-            Relay(name, pipe, output, on_bytes, secrets)
+            Relay(name, pipe, output, on_bytes, secrets, prefix)
             for name, pipe, output in zip(("stdout", "stderr"), (self._child.stdout, self._child.stderr), outputs, strict=True)
             if pipe is not None
         ]
@@ -131,15 +134,18 @@ class EngineProcess:
                 self._cleared = True
                 break
             await asyncio.sleep(0.02)
+        _LIVE.discard(self.pid)
         for relay in self._relays:
             await asyncio.to_thread(relay.finish, 2.0)
 
     def _left(self) -> list[int]:
         """Processes of the engine: members of its group, and orphans that we adopted, whatever their group.
 
-        An orphan cannot be told by its environment: vLLM's process titles overwrite it (setproctitle).
+        An orphan cannot be told by its environment: vLLM's process titles overwrite it (setproctitle). While another
+        engine of ours lives, one outside this group may be that engine's, and is left to the last engine's end.
         """
-        descendants = [child for pid in _adopted() for child in _tree(pid)]
+        orphans = [] if _LIVE - {self.pid} else _adopted()
+        descendants = [child for pid in orphans for child in _tree(pid)]
         return sorted(set(process_group_members(self.pid)) | {pid for pid in descendants if _lives(pid)})
 
 

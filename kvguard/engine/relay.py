@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 MASK = b"[redacted]"
+_LONGEST_LINE = 1 << 16  # bytes of a line that has no end yet, when lines are prefixed
 _BACKLOG = 8 << 20  # bytes held while our own output is blocked
 
 
@@ -49,8 +50,31 @@ class Redactor:
         return 0
 
 
+class Prefixer:
+    """Puts `prefix` before each line; what has no end yet is held back, so that two streams may share one output."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The lines that `data` completes."""
+        if not self._prefix:
+            return data
+        *lines, self._held = (self._held + data).split(b"\n")
+        if len(self._held) > _LONGEST_LINE:
+            lines, self._held = [*lines, self._held], b""
+        return b"".join(self._prefix + line + b"\n" for line in lines)
+
+    def flush(self) -> bytes:
+        """What was held back, at the stream's end."""
+        held, self._held = self._held, b""
+        return self._prefix + held + b"\n" if held else b""
+
+
 class Relay:
-    """Relays `pipe` to the file descriptor `output`; `on_bytes(name, data)` sees each piece first."""
+    """Relays `pipe` to the file descriptor `output`, each line behind `prefix` when there is one; `on_bytes(name, data)`
+    sees each piece first, without it."""
 
     def __init__(
         self,
@@ -59,12 +83,14 @@ class Relay:
         output: int,
         on_bytes: Callable[[str, bytes], None],
         secrets: Sequence[str],
+        prefix: bytes = b"",
     ) -> None:
         self._name = name
         self._pipe = pipe
         self._output = output
         self._on_bytes = on_bytes
         self._redactor = Redactor(secrets)
+        self._prefixer = Prefixer(prefix)
         self._backlog: deque[bytes] = deque()
         self._size = 0
         self._dropped = 0
@@ -83,6 +109,7 @@ class Relay:
         except OSError:
             pass
         self._take(self._redactor.flush())
+        self._pass_on(self._prefixer.flush())
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -93,6 +120,11 @@ class Relay:
             return
         with contextlib.suppress(Exception):  # a reader that fails must not stop the engine's output
             self._on_bytes(self._name, data)
+        self._pass_on(self._prefixer.feed(data))
+
+    def _pass_on(self, data: bytes) -> None:
+        if not data:
+            return
         with self._changed:
             self._backlog.append(data)
             self._size += len(data)

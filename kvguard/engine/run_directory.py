@@ -21,7 +21,7 @@ from pathlib import Path
 from kvguard.vocabulary import UsageError
 
 MAX_PATH_BYTES = 70
-_ENGINE_FILE = "engine.pid"
+_PID = ".pid"
 _CURE = "set KVGUARD_RUN_DIR to a short writable path"
 
 
@@ -67,9 +67,13 @@ class RunDirectory:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
 
-    def remember_engine(self, pid: int) -> None:
-        """Note the engine's process group, so that a later sweep can end what a killed kvguard left."""
-        self.write(_ENGINE_FILE, f"{pid} {_start_time(pid)}")
+    def remember_engine(self, pid: int, name: str = "engine") -> None:
+        """Note an engine's process group, so that a later sweep can end what a killed kvguard left.
+
+        A second engine under the same `name` replaces the first, which must have ended.
+        """
+        (self.path / (name + _PID)).unlink(missing_ok=True)
+        self.write(name + _PID, f"{pid} {_start_time(pid)}")
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -143,8 +147,13 @@ def sweep(base: Path) -> list[str]:
 
 
 def _end_leftover(path: Path) -> None:
+    for note in path.glob(f"*{_PID}"):
+        _end_group(note)
+
+
+def _end_group(note: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
-        leader, started = (int(word) for word in (path / _ENGINE_FILE).read_text("ascii").split())
+        leader, started = (int(word) for word in note.read_text("ascii").split())
         # The group's leader may be gone while its workers live on: then members that began after it are ours.
         if _start_time(leader) in (started, 0):
             for pid in process_group_members(leader):

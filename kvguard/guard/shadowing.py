@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 
-from kvguard.engine.client import EngineClient, model_cards
+from kvguard.engine.client import EngineClient
+from kvguard.engine.run_directory import RunDirectory
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.evidence.replies import Limits
 from kvguard.guard.board import Board
+from kvguard.guard.launched import LaunchedReference, launched
+from kvguard.guard.reference_start import ReferenceStart
 from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_OFF, Settings
 from kvguard.guard.surface import Surface
 from kvguard.policy.models import ShadowPolicy
+from kvguard.reference.external import Primary, bases_and_adapters, model_names
+from kvguard.reference.their_record import read_their_record
 from kvguard.shadow.references import External, InEngine
 from kvguard.shadow.runner import Reference, Shadow
 from kvguard.vocabulary import UsageError
@@ -31,25 +39,56 @@ async def probe_traffic(
     limits: Limits,
     model: str,
     accepted: ShadowPolicy,
+    launch: ReferenceStart | None = None,
+    run_directory: RunDirectory | None = None,
 ) -> None:
-    """Probe until cancelled, when that is on. Whatever goes wrong is logged, and never a client's concern."""
+    """Probe until cancelled, when that is on. Whatever goes wrong is logged, and never a client's concern.
+
+    `launch` is the reference that is started here, in `run_directory`, and ended before this returns.
+    """
     if settings.shadow == SHADOW_OFF:
         return
     try:
-        await _probe_traffic(client, secret, settings, board, surface, limits, model, accepted)
+        bases, _ = bases_and_adapters(await client.models())
+        primary = Primary(board.status.engine_version, model_names(bases), board.record)
+        names = [str(card["id"]) for card in bases]
+        async with _reference(client, secret, settings, primary, launch, run_directory) as reference:
+            await _probe_traffic(client, reference, settings, board, surface, limits, names or [model], accepted)
     except Exception as error:  # a bug in probing must not end serving; what the error says could hold a prompt
         where = "".join(traceback.format_tb(error.__traceback__))
         log.error("shadow probing ended unexpectedly; serving goes on without it", error=type(error).__name__, traceback=where)
 
 
-async def _probe_traffic(
+@asynccontextmanager
+async def _reference(
     client: EngineClient,
     secret: str,
+    settings: Settings,
+    primary: Primary,
+    launch: ReferenceStart | None,
+    run_directory: RunDirectory | None,
+) -> AsyncIterator[Reference]:
+    """The reference that the settings name, for as long as this block lasts."""
+    if settings.shadow == SHADOW_IN_ENGINE:
+        yield InEngine(client, secret)
+    elif launch is not None and run_directory is not None:
+        kept = LaunchedReference(launch, run_directory, primary.record or {}, start_limit=settings.start_timeout)
+        async with launched(kept) as reference:
+            yield reference
+    else:
+        record = settings.shadow_record
+        async with EngineClient(settings.shadow) as other:
+            yield External(other, primary, partial(read_their_record, record) if record else None)
+
+
+async def _probe_traffic(
+    client: EngineClient,
+    reference: Reference,
     settings: Settings,
     board: Board,
     surface: Surface,
     limits: Limits,
-    model: str,
+    names: list[str],
     accepted: ShadowPolicy,
 ) -> None:
     async def figures() -> EngineFigures:
@@ -60,19 +99,16 @@ async def _probe_traffic(
             return EngineFigures()
         return metrics_evidence.gauges(page, board.status.effective, limits.max_num_seqs)
 
-    other = None if settings.shadow == SHADOW_IN_ENGINE else EngineClient(settings.shadow)
-    reference: Reference = InEngine(client, secret) if other is None else External(other, board.status.engine_version)
-    names = [str(card["id"]) for card in model_cards(await client.models()) if not card.get("parent")]
     shadow = Shadow(
         client,
         reference,
         settings.shadow_settings,
-        served_model=names[0] if names else model,
+        served_model=names[0],
         base_models=names,
         baseline=accepted.baseline,
         tolerance=accepted.tolerance,
         dtype=board.status.effective.dtype,
-        batch_tokens=limits.max_num_batched_tokens if other is None else None,
+        batch_tokens=None if reference.comes_and_goes else limits.max_num_batched_tokens,
         batch_sequences=limits.max_num_seqs,
         figures=figures,
     )
@@ -82,5 +118,3 @@ async def _probe_traffic(
         await shadow.run()
     finally:
         surface.set_tap(None)
-        if other is not None:
-            await other.close()

@@ -64,6 +64,7 @@ class Decode:
     logprobs       natural-log probability of each generated id, as the engine's decode gave it
     top            for each generated position the engine's most probable (id, logprob) pairs, at most 20, no id twice
     finish_reason  the engine's own word: "stop", "length", …
+    adapter        the LoRA adapter that generated, "" for the base model
     """
 
     prompt_ids: tuple[int, ...] = field(repr=False)
@@ -71,6 +72,23 @@ class Decode:
     logprobs: tuple[float, ...] = field(repr=False)
     top: tuple[tuple[tuple[int, float], ...], ...] = field(repr=False)
     finish_reason: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a reference is to the engine, as last asked.
+
+    absent      nothing answers there (yet), in contrast to something that is no reference
+    equality    how it is known to equal the engine but for the KV cache, in words
+    adapters    LoRA adapters it can score, by name
+    max_tokens  the longest sequence it can score; None: not said
+    """
+
+    absent: bool = False
+    equality: str = ""
+    adapters: frozenset[str] = frozenset()
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Reason(StrEnum):
     CUSTOM_ARGUMENTS = "custom_arguments"
     """`vllm_xargs`: an extension of the engine's decides what they do."""
     ADAPTER = "adapter"
-    """A LoRA adapter: the references score the base weights."""
+    """A LoRA adapter that the reference does not have; the pass inside the engine scores base weights only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Rules:
     """What decides besides the request itself.
 
     base_models      names the engine serves its base model under; empty: every name is taken for the base model
-    adapters         whether the reference can score LoRA adapters; none of today's does, so they are counted as skipped
+    adapters         LoRA adapters that the reference has too, by name; others are counted as skipped
     require_opt_in   probe only requests with `x-kvguard-shadow: on`
     free_auto_tools  whether `tool_choice: auto` with no strict tool is known to decode without a grammar. That depends on
                      --tool-call-parser (Mistral's always adds one) and --tool-strict-level, so it is false unless established
@@ -88,7 +88,7 @@ class Rules:
     """
 
     base_models: frozenset[str] = frozenset()
-    adapters: bool = False
+    adapters: frozenset[str] = frozenset()
     require_opt_in: bool = False
     free_auto_tools: bool = False
     max_body_bytes: int = 2 * 2**20
@@ -173,7 +173,7 @@ def read_request(
         return Skipped(reason)
     model = request.get("model")
     adapter = model if isinstance(model, str) and rules.base_models and model not in rules.base_models else ""
-    if adapter and not rules.adapters:
+    if adapter and adapter not in rules.adapters:
         return Skipped(Reason.ADAPTER)
     return Candidate(kind, request, _turns(request) if kind == "chat" else 1, adapter, _prompt_chars(request, kind), len(body))
 

@@ -27,6 +27,8 @@ def report_document(report: ShadowReport) -> dict[str, Any]:
         "state": report.state,
         "reason": report.reason,
         "reference": report.reference,
+        "equality": report.equality,
+        "lost": report.lost,
         "fidelity": report.fidelity.model_dump(mode="json") if report.fidelity else None,
         "control": report.control.model_dump(mode="json") if report.control else None,
         "baseline": report.baseline,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvguard.engine.client import EngineClient
-from kvguard.reference.external import ask_reference, run_teacher_forced
+from kvguard.reference.external import Asked, Primary, RecordReader, ask_reference, run_teacher_forced
 from kvguard.reference.inside import ask_exactness, run_passes
-from kvguard.reference.models import Choice, Decode
+from kvguard.reference.models import Choice, Decode, Standing
 from kvguard.shadow.runner import Scored
 
 
@@ -16,6 +16,8 @@ class InEngine:
 
     name = "in-engine"
     choices_possible = True
+    comes_and_goes = False
+    standing = Standing(equality="the same engine")
 
     def __init__(self, client: EngineClient, secret: str) -> None:
         self._client = client
@@ -38,22 +40,31 @@ class InEngine:
 
 
 class External:
-    """A 16-bit engine behind kvguard at a URL or socket. It stalls nothing here; adapters are not probed."""
+    """A 16-bit engine behind kvguard at a URL or socket. It stalls nothing here, and may go and come back as another."""
 
     name = "external"
     choices_possible = False
+    comes_and_goes = True
 
-    def __init__(self, client: EngineClient, primary_version: str) -> None:
+    def __init__(self, client: EngineClient, primary: Primary, their_record: RecordReader | None = None) -> None:
+        """`their_record` reads the run record of that engine, by which it is shown to equal the primary."""
         self._client = client
-        self._primary_version = primary_version
-        self._model = ""
+        self._primary = primary
+        self._their_record = their_record
+        self._asked = Asked()
+
+    @property
+    def standing(self) -> Standing:
+        """What it was when it was asked last."""
+        return self._asked.standing
 
     async def unavailable(self) -> str:
         """Why the engine there is no 16-bit reference for this primary."""
-        self._model, problem = await ask_reference(self._client, self._primary_version)
-        return problem
+        self._asked = await ask_reference(self._client, self._primary, self._their_record)
+        return self._asked.problem
 
     async def run(self, decode: Decode, choices: Sequence[Choice]) -> Scored:
-        """The exact pass, teacher forced on the other engine."""
-        result = await run_teacher_forced(self._client, self._model, decode, choices)
+        """The exact pass, teacher forced on the engine that was asked last."""
+        asked = self._asked
+        result = await run_teacher_forced(self._client, asked.model, decode, choices, asked.record)
         return Scored(passes=result.passes, seconds=result.seconds, problem=result.problem)

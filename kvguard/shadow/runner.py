@@ -21,7 +21,7 @@ import structlog
 
 from kvguard.engine.client import EngineClient
 from kvguard.evidence.metrics import EngineFigures
-from kvguard.reference.models import EXACT, Choice, Decode, Pass
+from kvguard.reference.models import EXACT, Choice, Decode, Pass, Standing
 from kvguard.shadow.budget import LEAST_TOKENS
 from kvguard.shadow.candidate import Candidate, Rules, Skipped, own_limit, read_request
 from kvguard.shadow.control import CONTROL, Control, positive_control
@@ -48,6 +48,7 @@ _LEAST_TOLERANCE = 0.02
 _DAMAGED = 0.5  # nats by token that no healthy kernel leaves unexplained (measured: 0.03 to 0.05; ruined scales 4.6)
 _HANDED_OVER = 64  # bodies on their way from the data plane's thread at most
 _KEPT = 200  # latest observations kept for the positive control
+_ASK_FIRST, _ASK_AGAIN = 1.0, 10.0  # seconds between questions to a reference; while it is away the pause doubles
 _LASTING = (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER, Drop.SHUTDOWN)  # what forbids a pass and will not go by itself
 
 
@@ -77,6 +78,12 @@ class Reference(Protocol):
     name: str
     choices_possible: bool
     """Whether fake-quantized passes can be had."""
+    comes_and_goes: bool
+    """Whether it is asked again when it cannot score: an engine of its own may return, or another one in its place."""
+
+    @property
+    def standing(self) -> Standing:
+        """What it was when `unavailable` was asked last."""
 
     async def unavailable(self) -> str:
         """Why this reference cannot score this engine, "" when it can."""
@@ -87,11 +94,17 @@ class Reference(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShadowReport:
-    """What is known now, without prompts. `state` is off, checking, probing, blind, refused or regression."""
+    """What is known now, without prompts. `state` is off, waiting, checking, probing, blind, refused or regression.
+
+    `waiting` is for a reference that is away; `lost` counts how often it went. `equality` says how it is known to be the
+    engine but for the KV cache.
+    """
 
     state: str = "off"
     reason: str = ""
     reference: str = ""
+    equality: str = ""
+    lost: int = 0
     fidelity: Fidelity | None = None
     control: Control | None = None
     baseline: float | None = None
@@ -230,27 +243,58 @@ class Shadow:
             raise
 
     async def _run(self) -> None:
-        unavailable = await self._reference.unavailable()
-        if unavailable:
-            self._set(state="refused", reason=unavailable)
-            log.warning("shadow probes refused", reason=unavailable)
+        if not await self._reference_there():
             return
         await self._self_check()
-        if self._report.alarm is None:
-            return
+        while self._report.alarm is None:
+            if not self._reference.comes_and_goes:
+                return
+            await asyncio.sleep(_ASK_AGAIN)
+            await self._reference_there()
+            self._set(state="checking", reason="the self-check is repeated")
+            await self._self_check()
         self._open = True
-        controlled = self._clock()
+        controlled = asked = self._clock()
         try:
             while True:
                 item = await self._next()
-                if item is not None:
-                    await self._probe(item)
+                failed = item is not None and not await self._probe(item)
+                again = _ASK_AGAIN if self._sampler.breaker == "closed" else _ASK_FIRST
+                if self._reference.comes_and_goes and (failed or self._clock() - asked > again):
+                    await self._reference_there()
+                    asked = self._clock()
                 if self._clock() - controlled > _CONTROL_AGAIN:
                     controlled = self._clock()
                     self._run_control(self._recent)
         finally:
             self._open = False
             self._sampler.close()
+
+    async def _reference_there(self) -> bool:
+        """Whether the reference can score. One that comes and goes is waited for, for as long as it takes."""
+        away, pause = False, _ASK_FIRST
+        while why := await self._reference.unavailable():
+            if not away:
+                self._sampler.reference_away()
+                self._set(lost=self._report.lost + (self._report.alarm is not None))
+            away = True
+            state = "waiting" if self._reference.standing.absent else "refused"
+            if (self._report.state, self._report.reason) != (state, why):
+                self._set(state=state, reason=why)
+                level = log.warning if state == "refused" or self._report.alarm is not None else log.info
+                level("shadow probes wait" if state == "waiting" else "shadow probes refused", reason=why)
+            if not self._reference.comes_and_goes:
+                return False
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _ASK_AGAIN)
+        standing, alarm = self._reference.standing, self._report.alarm
+        self._rules = replace(self._rules, adapters=standing.adapters)
+        self._set(equality=standing.equality)
+        if away:
+            self._sampler.reference_back()
+            self._set(state=_state_of(alarm) if alarm else "checking", reason=alarm.reason if alarm else "")
+            log.info("shadow probes have their reference", equality=standing.equality)
+        return True
 
     async def _next(self) -> Item[Candidate] | None:
         if not self._sampler.queued:
@@ -282,7 +326,7 @@ class Shadow:
             scored = await self._score(decode, choices, _weight(self._settings, where), where, self._quiet)
             if scored.observation is None:
                 problems[scored.problem] += 1
-                log.warning("shadow self-check: a pass failed", problem=scored.problem)
+                await self._missed(scored.problem)
                 continue
             self._sampler.measured(len(decode.prompt_ids) + len(decode.ids), scored.longest)
             seen.append(scored.observation)
@@ -342,6 +386,12 @@ class Shadow:
             detail=fidelity.reason,
         )
 
+    async def _missed(self, problem: str) -> None:
+        """A pass of the self-check failed; a reference that comes and goes is waited for, where that is why."""
+        log.warning("shadow self-check: a pass failed", problem=problem)
+        if self._reference.comes_and_goes:
+            await self._reference_there()
+
     async def _quiet(self) -> None:
         """Wait until no client's request waits or runs. A replica that is never idle gets the check within the budget."""
         while True:
@@ -384,7 +434,7 @@ class Shadow:
                 self._collapsed("nan logprob")
             self._skipped[f"replay: {read}"] += 1
             return None, str(read), seconds
-        return read, "", seconds
+        return replace(read, adapter=candidate.adapter), "", seconds
 
     async def _score(
         self,
@@ -418,12 +468,17 @@ class Shadow:
 
     # ---- live probes
 
-    async def _probe(self, item: Item[Candidate]) -> None:
+    async def _probe(self, item: Item[Candidate]) -> bool:
+        """Probe a request; False when its pass failed."""
         decode, _, decode_seconds = await self._decode(item.payload, greedy=self._settings.greedy)
         if decode is None:
             self._sampler.drop(item, Drop.REPLAY, decode_seconds)
-            return
+            return True
         tokens = len(decode.prompt_ids) + len(decode.ids)
+        longest = self._reference.standing.max_tokens
+        if longest is not None and tokens >= longest:  # it generates one token besides
+            self._sampler.drop(item, Drop.TOO_LONG, decode_seconds)
+            return True
         running = 1.0
 
         async def cleared() -> Drop | None:  # the load may have changed while the engine generated
@@ -447,9 +502,11 @@ class Shadow:
         elif scored.observation is None:
             log.warning("shadow probe failed; probes pause", problem=scored.problem)
             self._sampler.failed(item, engine_seconds)
+            return False
         else:
             self._sampler.done(item, tokens=tokens, pass_seconds=scored.longest, engine_seconds=engine_seconds)
             self._count(_as_live(scored.observation, self._own, tuple(self._report.whatif)), scored.seconds)
+        return True
 
     @property
     def _own(self) -> str:

@@ -102,6 +102,7 @@ class Sampler(Generic[T]):
         self._breaker = Breaker(settings.retry_after_s)
         self._adapters: set[str] = {""}
         self._closed = False
+        self._away = False
 
     # --- the data plane ---
 
@@ -131,6 +132,8 @@ class Sampler(Generic[T]):
     def _obstacle(self, now: float, size: int) -> str:
         if self._closed:
             return Drop.SHUTDOWN
+        if self._away:
+            return Drop.REFERENCE
         if self._breaker.open(now):
             return Drop.BREAKER
         full = len(self._queue) >= self._settings.queue_items or self._queued_bytes + size > self._settings.queue_bytes
@@ -216,6 +219,19 @@ class Sampler(Generic[T]):
     def reset_breaker(self) -> None:
         """The cause of a failure is gone."""
         with self._lock:
+            self._breaker.reset()
+
+    def reference_away(self) -> None:
+        """There is nothing to score with: what waits is dropped by that name, and every later offer."""
+        with self._lock:
+            self._away = True
+            while self._queue:
+                self._leave_queue(Drop.REFERENCE)
+
+    def reference_back(self) -> None:
+        """There is a reference again, and no failure of the earlier one counts."""
+        with self._lock:
+            self._away = False
             self._breaker.reset()
 
     def close(self) -> None:

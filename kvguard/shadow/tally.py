@@ -36,6 +36,8 @@ class Drop(StrEnum):
     """The engine refused or failed the replay, or its answer could not be scored."""
     FAILED = "failed"
     """The reference pass failed."""
+    REFERENCE = "reference"
+    """The reference was away, or another engine than may be one."""
     SHUTDOWN = "shutdown"
     """kvguard was stopping."""
 

@@ -12,10 +12,12 @@ from kvguard.shadow.runner import ShadowReport
 from kvguard.shadow.statistics import Measure, Sums
 from kvguard.telemetry.families import Family
 
-STATES = ("off", "checking", "probing", "blind", "refused", "regression")
+STATES = ("off", "waiting", "checking", "probing", "blind", "refused", "regression")
 
 SHADOW_FAMILIES = (
     Family("kvguard_shadow_state", "gauge", "1 for the state of shadow probing, 0 for the others.", ("state",)),
+    Family("kvguard_shadow_reference_up", "gauge", "Whether there is a reference that can score."),
+    Family("kvguard_shadow_reference_lost_total", "counter", "How often an external reference went away.", ()),
     Family("kvguard_shadow_fidelity_info", "gauge", "What explains the engine's decode, by the self-check.", ("explained_by",)),
     Family("kvguard_shadow_noise_floor_nats", "gauge", "Unexplained mean |delta logprob| of a request, by the self-check."),
     Family("kvguard_shadow_baseline_nats", "gauge", "Accepted mean of the same: the policy's, or the self-check's."),
@@ -79,6 +81,8 @@ def _one(name: str, value: float | None) -> Iterator[Metric]:
 
 
 def _self_check(report: ShadowReport) -> Iterator[Metric]:
+    yield from _one("kvguard_shadow_reference_up", float(report.state not in ("waiting", "refused")))
+    yield from _one("kvguard_shadow_reference_lost_total", report.lost)
     if report.fidelity is not None:
         info = _metric("kvguard_shadow_fidelity_info")
         info.add_sample(info.name, {"explained_by": report.fidelity.explained_by}, 1.0)

@@ -1,17 +1,21 @@
-"""What shadow probes with the default budget cost clients: one run, off and on in turn, ratios printed and written as JSON.
+"""What shadow probes with the default budget cost clients, as ratios on one engine in one run.
 
-`make bench`. A benchmark, not a test: machines are shared and noisy, so look at the spread of the two `off` runs first.
+`make bench`. One engine with `--shadow in-engine` and its default settings, under one steady load. Blocks of requests that
+probes may take alternate with blocks of requests that forbid them by header, in the order on, off, off, on; whatever else
+the machine does meets both alike. Between blocks the queue runs empty, so that no probe falls into a block without. The
+intervals resample whole blocks. A benchmark, not a test: look at the interval, and at `off` split against itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +30,16 @@ from kvguard.demo.variants import ensure_variants
 from kvguard.engine.find import cache_directory
 
 STREAMS = 3
-SECONDS = 60.0
 TOKENS = 48
 SUBJECTS = ("a river", "a clock", "the Moon", "bread", "chess", "a bridge", "rain", "a violin")
+ORDER = (True, False, False, True)
+FORBID = {"x-kvguard-shadow": "off"}
+SHARES = {"p50": 0.5, "p99": 0.99}
+
+Block = dict[str, list[float]]
 
 
-async def _stream(client: httpx.AsyncClient, model: str, number: int, first: list[float], gaps: list[float]) -> None:
+async def _stream(client: httpx.AsyncClient, model: str, number: int, probed: bool, block: Block) -> None:
     """One chat, read as it comes: seconds to the first chunk, and between chunks."""
     body = {
         "model": model,
@@ -41,36 +49,39 @@ async def _stream(client: httpx.AsyncClient, model: str, number: int, first: lis
         "ignore_eos": True,
     }
     last = begun = time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with client.stream("POST", "/v1/chat/completions", json=body, headers={} if probed else FORBID) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             now = time.perf_counter()
-            (first if last == begun else gaps).append(now - last)
+            block["ttft" if last == begun else "itl"].append(now - last)
             last = now
 
 
-async def _load(served: Guarded, seconds: float) -> dict[str, Any]:
-    first: list[float] = []
-    gaps: list[float] = []
+async def _block(served: Guarded, seconds: float, probed: bool) -> Block:
+    block: Block = {"ttft": [], "itl": []}
     until = time.perf_counter() + seconds
     count = iter(range(10**6))
 
     async def keep_asking(client: httpx.AsyncClient) -> None:
         while time.perf_counter() < until:
-            await _stream(client, served.model, next(count), first, gaps)
+            await _stream(client, served.model, next(count), probed, block)
             await asyncio.sleep(0.7)  # a pause, so that the engine is idle now and then, as most replicas are
 
     async with httpx.AsyncClient(base_url=served.base_url, trust_env=False, timeout=120) as client:
         await asyncio.gather(*(keep_asking(client) for _ in range(STREAMS)))
-    return {
-        "requests": len(first),
-        "ttft_p50_ms": 1000 * _quantile(first, 0.5),
-        "ttft_p99_ms": 1000 * _quantile(first, 0.99),
-        "itl_p50_ms": 1000 * _quantile(gaps, 0.5),
-        "itl_p99_ms": 1000 * _quantile(gaps, 0.99),
-        "itl_max_ms": 1000 * max(gaps),
-    }
+    return block
+
+
+def _report(served: Guarded) -> dict[str, Any]:
+    report: dict[str, Any] = served.management("/shadow").json()
+    return report
+
+
+def _run_empty(served: Guarded) -> None:
+    """Wait until every request that was offered is probed or dropped."""
+    while any(row["offered"] != row["done"] + sum(row["dropped"].values()) for row in _report(served)["coverage"]):
+        time.sleep(0.5)
 
 
 def _quantile(values: list[float], share: float) -> float:
@@ -78,46 +89,76 @@ def _quantile(values: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _run(start: Callable[..., Guarded], *options: str) -> dict[str, Any]:
-    served = start(*options)
-    try:
-        served.wait_ready()
-        while options and served.management("/shadow").json()["state"] == "checking":
-            time.sleep(0.5)
-        asyncio.run(_load(served, SECONDS / 6))  # warm
-        found = asyncio.run(_load(served, SECONDS))
-        if options:
-            report = served.management("/shadow").json()
-            found["probes"] = report["probes"]
-            found["pass_seconds"] = report["pass_seconds"]
-            found["dropped"] = [row["dropped"] for row in report["coverage"]]
-        return found
-    finally:
-        served.close()
+def _ratio(over: list[Block], under: list[Block], what: str, share: float) -> float:
+    first, second = ([value for block in blocks for value in block[what]] for blocks in (over, under))
+    return _quantile(first, share) / _quantile(second, share)
+
+
+def _ratios(over: list[Block], under: list[Block]) -> dict[str, dict[str, float]]:
+    """Ratio of each quantile of all values together, and its 90 % interval by resampling blocks."""
+    dice = random.Random(0)
+    found = {}
+    for what in ("ttft", "itl"):
+        for name, share in SHARES.items():
+            drawn = sorted(
+                _ratio(dice.choices(over, k=len(over)), dice.choices(under, k=len(under)), what, share) for _ in range(500)
+            )
+            ratio = _ratio(over, under, what, share)
+            found[f"{what} {name}"] = {
+                key: round(value, 3) for key, value in (("ratio", ratio), ("low", drawn[25]), ("high", drawn[474]))
+            }
+    return found
 
 
 def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=6, help="rounds of four blocks")
+    options.add_argument("--seconds", type=float, default=15.0, help="length of a block")
+    options.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "kvguard-bench-shadow.json")
+    given = options.parse_args()
     cache = cache_directory(os.environ)
     vllm = ensure_engine(ENGINE_VERSION, cache)
     model = ensure_variants(ensure_model(vllm.with_name("python"), cache))["plain"]
-
-    def start(*options: str) -> Guarded:
-        directory = Path(tempfile.mkdtemp(prefix="kvguard-bench-"))
-        return Guarded(directory, model, "--kv-cache-dtype", "fp8_e4m3", vllm=str(vllm), options=options)
-
-    runs = {"off": _run(start), "on": _run(start, "--shadow", "in-engine"), "off again": _run(start)}
-    for name, found in runs.items():
-        print(name, json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in found.items()}))
-    ratios = {
-        key: runs["on"][key] / ((runs["off"][key] + runs["off again"][key]) / 2)
-        for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+    directory = Path(tempfile.mkdtemp(prefix="kvguard-bench-"))
+    served = Guarded(directory, model, "--kv-cache-dtype", "fp8_e4m3", vllm=str(vllm), options=("--shadow", "in-engine"))
+    blocks: dict[bool, list[Block]] = {True: [], False: []}
+    try:
+        served.wait_ready()
+        while _report(served)["state"] == "checking":
+            time.sleep(0.5)
+        asyncio.run(_block(served, given.seconds, False))  # warm
+        checked = _report(served)["pass_seconds"]
+        for number in range(given.rounds):
+            for probed in ORDER:
+                _run_empty(served)
+                blocks[probed].append(asyncio.run(_block(served, given.seconds, probed)))
+            print(f"round {number + 1} of {given.rounds}: {_report(served)['probes']} probes", flush=True)
+        _run_empty(served)
+        report = _report(served)
+    finally:
+        served.close()
+    on, off = blocks[True], blocks[False]
+    dropped: dict[str, int] = {}
+    for row in report["coverage"]:
+        for cause, count in row["dropped"].items():
+            dropped[cause] = dropped.get(cause, 0) + count
+    longest = {
+        name: round(1000 * max(value for block in which for value in block["itl"]))
+        for name, which in (("on", on), ("off", off))
     }
-    noise = {key: runs["off again"][key] / runs["off"][key] for key in ratios}
-    print("on / off         ", {key: round(value, 3) for key, value in ratios.items()})
-    print("off again / off  ", {key: round(value, 3) for key, value in noise.items()})
-    out = Path(tempfile.gettempdir()) / "kvguard-bench-shadow.json"
-    out.write_text(json.dumps({"runs": runs, "ratios": ratios, "noise": noise}, indent=2) + "\n")
-    print(f"written to {out}")
+    result = {
+        "on / off": _ratios(on, off),
+        "off / off": _ratios(off[::2], off[1::2]),
+        "requests": {"on": sum(len(block["ttft"]) for block in on), "off": sum(len(block["ttft"]) for block in off)},
+        "longest_gap_ms": longest,
+        "probes": report["probes"],
+        "pass_seconds": round(report["pass_seconds"] - checked, 2),
+        "seconds": given.seconds * len(ORDER) * given.rounds,
+        "dropped": dropped,
+    }
+    print(json.dumps(result, indent=2))
+    given.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {given.out}")
 
 
 if __name__ == "__main__":

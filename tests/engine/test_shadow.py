@@ -7,6 +7,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from guarded import KVGUARD, Guarded
 from kvguard.engine.client import EngineClient
-from kvguard.reference.external import ask_reference, run_teacher_forced
+from kvguard.reference.external import Asked, Primary, ask_reference, run_teacher_forced
 from kvguard.reference.inside import run_passes
 from kvguard.reference.models import EXACT, Decode
+from kvguard.reference.their_record import read_their_record
 from kvguard.shadow.candidate import Candidate
 from kvguard.shadow.prompts import SELF_CHECK
 from kvguard.shadow.replay import probe_body, read_decode
@@ -132,11 +134,11 @@ def test_in_engine_and_external_references_agree(sixteen_bit: Guarded, fp8: Guar
         socket, secret = _secret(fp8)
         inside = outside = tokens = 0.0
         async with EngineClient(socket) as primary, EngineClient(sixteen_bit.base_url) as other:
-            model, problem = await ask_reference(other, "0.32.0")
-            assert not problem
+            asked = await ask_reference(other, Primary("0.32.0"))
+            assert not asked.problem
             for decode in decodes:
                 here = await run_passes(primary, secret, decode, [EXACT])
-                there = await run_teacher_forced(other, model, decode, [EXACT])
+                there = await run_teacher_forced(other, asked.model, decode, [EXACT], asked.record)
                 assert not here.problem + there.problem
                 inside += score(decode, here.passes[0]).sum_abs_delta
                 outside += score(decode, there.passes[0]).sum_abs_delta
@@ -148,11 +150,25 @@ def test_in_engine_and_external_references_agree(sixteen_bit: Guarded, fp8: Guar
 
 
 def test_an_engine_that_is_not_sixteen_bit_is_no_reference(fp8: Guarded) -> None:
-    async def ask() -> str:
-        async with EngineClient(fp8.base_url) as client:
-            return (await ask_reference(client, "0.32.0"))[1]
+    assert "must be proven 16-bit" in _ask(fp8, Primary("0.32.0"), fp8).problem
 
-    assert "must be proven 16-bit" in asyncio.run(ask())
+
+def _ask(reference: Guarded, primary: Primary, recorded: Guarded) -> Asked:
+    async def ask() -> Asked:
+        async with EngineClient(reference.base_url) as client:
+            return await ask_reference(client, primary, partial(read_their_record, str(recorded.records)))
+
+    return asyncio.run(ask())
+
+
+def test_two_engines_that_differ_in_their_cache_are_equal_by_their_records(sixteen_bit: Guarded, fp8: Guarded) -> None:
+    asked = _ask(sixteen_bit, Primary("0.32.0", record=fp8.record()), sixteen_bit)
+    assert asked.problem == ""
+    assert asked.standing.equality.endswith("nothing but the KV cache, sizes and addresses differs")
+    by_port = asyncio.run(read_their_record(f"http://127.0.0.1:{sixteen_bit.management_port}"))
+    assert by_port[0] == sixteen_bit.record()
+    another = _ask(sixteen_bit, Primary("0.32.0", record=fp8.record()), fp8)
+    assert "its answers name the record sha256:" in another.problem
 
 
 def test_passes_leave_the_cache_and_later_answers_unchanged(fp8: Guarded) -> None:

@@ -8,7 +8,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvguard.engine.relay import MASK, Redactor, Relay
+from kvguard.engine.relay import MASK, Prefixer, Redactor, Relay
 
 
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=6))
@@ -46,6 +46,34 @@ def test_a_relay_passes_bytes_and_shows_them_to_the_reader() -> None:
     with os.fdopen(sink, "rb") as reader:
         assert reader.read() == b"progress 1%\rprogress 2%\r key=[redacted] done\n"
     assert b"".join(seen) == b"progress 1%\rprogress 2%\r key=[redacted] done\n"
+
+
+@given(st.lists(st.sampled_from([b"a line", b"\n", b"\r", b"x"]), max_size=12), st.lists(st.integers(0, 90), max_size=8))
+def test_lines_are_prefixed_however_the_stream_is_cut(words: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(words)
+    prefixer = Prefixer(b"two | ")
+    out = b"".join(prefixer.feed(piece) for piece in _pieces(data, cuts)) + prefixer.flush()
+    lines = data.removesuffix(b"\n").split(b"\n") if data else []
+    assert out == b"".join(b"two | " + line + b"\n" for line in lines)
+
+
+def test_a_prefixed_line_without_an_end_is_not_held_for_ever() -> None:
+    prefixer = Prefixer(b"two | ")
+    assert prefixer.feed(b"x" * 70_000) == b"two | " + b"x" * 70_000 + b"\n"
+
+
+def test_the_reader_sees_lines_without_the_prefix() -> None:
+    source, feed = os.pipe()
+    sink, output = os.pipe()
+    seen: list[bytes] = []
+    relay = Relay("stdout", os.fdopen(source, "rb", buffering=0), output, lambda _, data: seen.append(data), ["hidden!"], b"2|")
+    os.write(feed, b"one hidden!\ntwo")
+    os.close(feed)
+    relay.finish(5)
+    os.close(output)
+    with os.fdopen(sink, "rb") as reader:
+        assert reader.read() == b"2|one [redacted]\n2|two\n"
+    assert b"".join(seen) == b"one [redacted]\ntwo"
 
 
 def test_a_blocked_output_does_not_block_the_engine() -> None:

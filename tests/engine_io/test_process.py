@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,23 @@ def test_the_resource_tracker_may_finish_its_work() -> None:
         return engine.passed()[0]
 
     assert asyncio.run(live()).endswith(b"unlinked")
+
+
+def test_while_another_engine_lives_an_orphan_of_unknown_origin_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    orphan = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
+    monkeypatch.setattr("kvguard.engine.process._adopted", lambda: [orphan.pid])
+    monkeypatch.setattr("kvguard.engine.process.reap_adopted", lambda: None)
+
+    async def live() -> None:
+        first, second = Engine(SLEEP), Engine(SLEEP)
+        await first.process.stop(5)
+        assert orphan.poll() is None, "it may be the second engine's"
+        await second.process.stop(5)
+        assert orphan.wait(10) == -signal.SIGKILL
+        first.passed()
+        second.passed()
+
+    asyncio.run(live())
 
 
 def test_what_is_cleared_is_not_cleared_again(monkeypatch: pytest.MonkeyPatch) -> None:

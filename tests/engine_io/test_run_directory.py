@@ -56,18 +56,22 @@ def test_a_stale_directory_and_its_engine_are_swept_and_a_live_one_is_not(env: d
         "quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], process_group=0, **quiet)\n"
         "run.remember_engine(child.pid)\n"
-        "print(run.path, child.pid, flush=True)\n"
+        "gone, second = (subprocess.Popen(child.args, process_group=0, **quiet) for _ in range(2))\n"
+        "for one in (gone, second):\n"
+        "    run.remember_engine(one.pid, 'reference')\n"
+        "gone.kill()\n"
+        "print(run.path, child.pid, second.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=30
     )
-    stale, pid = done.stdout.split()
+    stale, *pids = done.stdout.split()
     assert Path(stale).exists()
-    assert process_group_members(int(pid))
+    assert all(process_group_members(int(pid)) for pid in pids)
     with RunDirectory(env) as live:
         assert not Path(stale).exists()
-        assert not process_group_members(int(pid))
+        assert not any(process_group_members(int(pid)) for pid in pids)
         with RunDirectory(env):
             assert live.path.exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvguard.engine.client import Answer, EngineClient
-from kvguard.reference.external import ask_reference, run_teacher_forced
+from kvguard.record.build import build_record
+from kvguard.reference.external import NOT_BY_RECORD, Asked, Primary, ask_reference, run_teacher_forced
 from kvguard.reference.inside import PassResult
 from kvguard.reference.models import EXACT, Choice, Decode
 from kvguard.shadow.references import External
+from kvguard.vocabulary import ScaleState
+from record_samples import sample
 
 CANARY = "quixotic-bandicoot-58213"
+PRIMARY = Primary("0.32.0", frozenset({"m"}))
 DECODE = Decode((1, 2, 3), (10, 11), (-1.0, -0.5), (((10, -1.0), (12, -1.2)), ((11, -0.5), (13, -3.0))))
 PROVEN = {"x-kvguard-kv-cache-dtype": "bfloat16", "x-kvguard-confidence": "proven"}
 
@@ -42,7 +47,9 @@ class Engine:
     async def post(self, path: str, body: dict[str, Any]) -> Answer:
         assert path == "/v1/completions"
         self.asked.append(body)
-        return self._completion if isinstance(self._completion, Answer) else Answer(200, self._completion)
+        if isinstance(self._completion, Answer):
+            return self._completion
+        return Answer(200, self._completion, headers=self._headers)
 
 
 def client(engine: Engine) -> EngineClient:
@@ -145,14 +152,20 @@ def test_errors_do_not_repeat_what_was_asked(answer: Answer, problem: str) -> No
     assert run(Engine(answer)).problem == problem
 
 
-def ask(engine: Engine, version: str = "0.32.0") -> tuple[str, str]:
-    return asyncio.run(ask_reference(client(engine), version))
+def ask(engine: Engine, primary: Primary = PRIMARY, record: Any = None) -> Asked:
+    async def read() -> Any:
+        return record
+
+    return asyncio.run(ask_reference(client(engine), primary, read if record is not None else None))
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu"])
 def test_a_proven_sixteen_bit_engine_of_this_version(version: str) -> None:
-    assert ask(Engine(version=version), "0.32.0") == ("m", "")
-    assert ask(Engine(headers={**PROVEN, "x-kvguard-kv-cache-dtype": "float16"}), version) == ("m", "")
+    found = ask(Engine(version=version))
+    assert (found.problem, found.model, found.standing.equality) == ("", "m", NOT_BY_RECORD)
+    assert found.standing.adapters == {"lora"}
+    half = Engine(headers={**PROVEN, "x-kvguard-kv-cache-dtype": "float16"})
+    assert ask(half, Primary(version, frozenset({"m"}))).problem == ""
 
 
 @pytest.mark.parametrize(
@@ -166,43 +179,117 @@ def test_a_proven_sixteen_bit_engine_of_this_version(version: str) -> None:
     ],
 )
 def test_an_engine_that_is_not_proven_sixteen_bit_is_no_reference(headers: dict[str, str], found: str) -> None:
-    expected = f"http://other: a reference must be proven 16-bit behind kvguard; found {found}"
-    assert ask(Engine(headers=headers)) == ("", expected)
+    asked = ask(Engine(headers=headers))
+    assert asked.problem == f"http://other: a reference must be proven 16-bit behind kvguard; found {found}"
+    assert (asked.model, asked.standing.absent) == ("", False)
 
 
 @pytest.mark.parametrize(("version", "words"), [("0.31.0", "vLLM 0.31.0"), (None, "vLLM of unknown version")])
 def test_an_engine_of_another_version_is_no_reference(version: str | None, words: str) -> None:
-    model, problem = ask(Engine(version=version))
-    assert (model, words in problem, "the primary 0.32.0" in problem) == ("", True, True)
+    problem = ask(Engine(version=version)).problem
+    assert (words in problem, "the primary 0.32.0" in problem) == (True, True)
 
 
 def test_two_unknown_versions_are_not_the_same() -> None:
-    assert ask(Engine(version=None), "")[0] == ""
+    assert "of unknown version" in ask(Engine(version=None), Primary("")).problem
 
 
 @pytest.mark.parametrize(
-    "listed",
+    ("listed", "absent"),
     [
-        Answer(error="connection refused"),
-        Answer(401, {"error": "Unauthorized"}),
-        Answer(200, {"data": []}, headers=PROVEN),
-        Answer(200, {"data": [{"id": "lora", "parent": "m"}, {"id": 3}, None]}, headers=PROVEN),
+        (Answer(error="connection refused"), True),
+        (Answer(503, {"error": "the engine is starting"}), True),
+        (Answer(401, {"error": "Unauthorized"}), True),
+        (Answer(200, {"data": []}, headers=PROVEN), False),
+        (Answer(200, {"data": [{"id": "lora", "parent": "m"}, {"id": 3}, None]}, headers=PROVEN), False),
     ],
 )
-def test_an_engine_without_a_model_is_no_reference(listed: Answer) -> None:
+def test_an_engine_without_a_model_is_no_reference(listed: Answer, absent: bool) -> None:
     engine = Engine()
     engine.listed = listed
-    model, problem = ask(engine)
-    assert (model, problem.startswith("http://other: no model is served there (")) == ("", True)
+    asked = ask(engine)
+    assert asked.problem.startswith("http://other: no model is served there (")
+    assert (asked.model, asked.standing.absent) == ("", absent)
+
+
+@pytest.mark.parametrize(
+    ("cards", "same"),
+    [
+        ([{"id": "m"}], True),
+        ([{"id": "other", "root": "/models/m/"}], True),
+        ([{"id": "org/m"}], True),
+        ([{"id": "other"}, {"id": "m"}], True),
+        ([{"id": "other", "root": "/models/n"}], False),
+    ],
+)
+def test_without_a_record_the_model_goes_by_its_name(cards: Any, same: bool) -> None:
+    engine = Engine()
+    engine.cards = cards
+    problem = ask(engine).problem
+    assert (problem == "") is same
+    assert same or "serves n or other, the primary m; name its run record" in problem
+
+
+OURS = build_record(sample())
+THEIRS = build_record(sample(dtype="bfloat16", scales=ScaleState.NOT_QUANTIZED))
+DIGEST = THEIRS["predicate"]["content_digest"]
+NAMED = {**PROVEN, "x-kvguard-record": DIGEST}
+WITH_RECORD = Primary("0.32.0", frozenset({"another name"}), OURS)
+
+
+def test_with_its_record_the_reference_is_shown_to_be_equal() -> None:
+    asked = ask(Engine(headers=NAMED), WITH_RECORD, (THEIRS, ""))
+    assert (asked.problem, asked.record) == ("", DIGEST)
+    assert asked.standing.equality == (
+        f"by its run record {DIGEST[:19]}: nothing but the KV cache, sizes and addresses differs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "primary", "record", "words"),
+    [
+        (NAMED, WITH_RECORD, (None, "record there.json: No such file"), "record there.json: No such file"),
+        (PROVEN, WITH_RECORD, (THEIRS, ""), "its answers name the record of no digest, the one given is sha256:"),
+        ({**PROVEN, "x-kvguard-record": "sha256:12"}, WITH_RECORD, (THEIRS, ""), "name the record sha256:12, the one"),
+        (NAMED, PRIMARY, (THEIRS, ""), "the primary has no run record"),
+        (
+            NAMED,
+            Primary("0.32.0", record=build_record(sample(extra_argv=("--enforce-eager",)))),
+            (THEIRS, ""),
+            "more than its KV cache, by their records: argv.--enforce-eager (True, there nothing)",
+        ),
+    ],
+)
+def test_a_record_that_shows_no_equality_refuses(headers: Any, primary: Primary, record: Any, words: str) -> None:
+    asked = ask(Engine(headers=headers), primary, record)
+    assert words in asked.problem
+    assert not asked.standing.absent
+
+
+def test_an_answer_of_another_engine_than_was_looked_at_is_not_used() -> None:
+    def scored_by(digest: str) -> str:
+        engine = Engine(Answer(200, GOOD, headers={"x-kvguard-record": digest}))
+        return asyncio.run(run_teacher_forced(client(engine), "m", DECODE, [EXACT], DIGEST)).problem
+
+    assert scored_by(DIGEST) == ""
+    assert "replaced by another one" in scored_by("sha256:12")
+
+
+def test_an_adapter_is_asked_for_by_its_name() -> None:
+    engine = Engine(GOOD)
+    asyncio.run(run_teacher_forced(client(engine), "m", replace(DECODE, adapter="lora"), [EXACT]))
+    assert engine.asked[0]["model"] == "lora"
 
 
 def test_both_behind_the_runners_interface() -> None:
     async def use() -> None:
         engine = Engine(GOOD)
-        reference = External(client(engine), "0.32.0")
+        reference = External(client(engine), PRIMARY)
         assert await reference.unavailable() == ""
+        assert (reference.standing.equality, reference.standing.max_tokens) == (NOT_BY_RECORD, None)
         scored = await reference.run(DECODE, [EXACT])
         assert (scored.problem, [one.label for one in scored.passes], engine.asked[0]["model"]) == ("", ["16bit"], "m")
-        assert (await External(client(engine), "0.31.0").unavailable()).startswith("http://other: runs vLLM 0.32.0")
+        other = External(client(engine), Primary("0.31.0", frozenset({"m"})))
+        assert (await other.unavailable()).startswith("http://other: runs vLLM 0.32.0")
 
     asyncio.run(use())

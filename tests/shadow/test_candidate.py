@@ -205,7 +205,10 @@ def test_adapters_need_a_reference_that_knows_them() -> None:
     request = {"prompt": "Hello", "model": "my-lora"}
     names = frozenset({"base", "alias"})
     assert read(COMPLETION, request, rules=Rules(base_models=names)) == Skipped(Reason.ADAPTER)
-    found = read(COMPLETION, request, rules=Rules(base_models=names, adapters=True))
+    found = read(COMPLETION, request, rules=Rules(base_models=names, adapters=frozenset({"my-lora"})))
+    assert read(
+        COMPLETION, request | {"model": "other"}, rules=Rules(base_models=names, adapters=frozenset({"my-lora"}))
+    ) == Skipped(Reason.ADAPTER)
     assert isinstance(found, Candidate)
     assert found.stratum.adapter == "my-lora"
     base = read(COMPLETION, request | {"model": "alias"}, rules=Rules(base_models=names))
@@ -227,7 +230,7 @@ names = st.sampled_from(["messages", "prompt", "n", "max_tokens", "tools", "tool
 
 @given(path=st.sampled_from([CHAT, COMPLETION]), request=st.dictionaries(names, json_values))
 def test_never_raises(path: str, request: dict[str, Any]) -> None:
-    for rules in (Rules(), Rules(base_models=frozenset({"a"}), adapters=True, free_auto_tools=True)):
+    for rules in (Rules(), Rules(base_models=frozenset({"a"}), adapters=frozenset({"b"}), free_auto_tools=True)):
         found = read(path, request, rules=rules)
         assert isinstance(found, Skipped) or (found.turns >= 1 and found.estimated_tokens >= 1)
 

@@ -117,8 +117,8 @@ def test_off_is_a_state_and_nothing_else() -> None:
 
 def test_what_is_not_known_is_absent() -> None:
     found = samples(Export(ShadowReport(state="checking")).text())
-    counters = {f"kvguard_shadow_{name}_total" for name in ("probes", "collapsed", "pass_seconds")}
-    assert set(found) == {"kvguard_shadow_state"} | counters
+    counters = {f"kvguard_shadow_{name}_total" for name in ("probes", "collapsed", "pass_seconds", "reference_lost")}
+    assert set(found) == {"kvguard_shadow_state", "kvguard_shadow_reference_up"} | counters
 
 
 def test_one_request_has_no_interval() -> None:
