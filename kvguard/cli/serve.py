@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +19,17 @@ import structlog
 import typer
 from prometheus_client import CollectorRegistry
 
+from kvguard.cli.calibrate import run_with_progress
 from kvguard.engine.plan import Listen, Plan
 from kvguard.engine.process import become_subreaper
 from kvguard.engine.run_directory import RunDirectory
+from kvguard.files import printable
 from kvguard.guard.board import Board
 from kvguard.guard.gate import Gate
 from kvguard.guard.lifecycle import Guard
 from kvguard.guard.prepare import Prepared, plan_for, prepare, raise_file_limit, stdout_is_terminal
-from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_OFF, Settings
+from kvguard.guard.reference_start import ReferenceStart, start_reference
+from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_KEY, SHADOW_LAUNCH, SHADOW_OFF, Settings
 from kvguard.policy.models import OnViolation, Policy
 from kvguard.policy.parse import load_policy
 from kvguard.proxy.forward import Forwarder
@@ -35,6 +38,9 @@ from kvguard.proxy.server import TLS, DataPlane, bind
 from kvguard.proxy.upstream import Limits, Upstream
 from kvguard.record.redact import redact_argv
 from kvguard.record.store import default_directory
+from kvguard.reference.artefact import only_one, overlays_directory
+from kvguard.reference.prompts import PromptSet, load_prompts
+from kvguard.reference.scales import DEFAULT_HEADROOM
 from kvguard.shadow.document import probe_document, report_document
 from kvguard.shadow.runner import Shadow, ShadowReport
 from kvguard.shadow.settings import parse_settings
@@ -64,6 +70,14 @@ def serve(
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds the engine may take to become healthy; default: no limit.", min=1)
     ] = None,
+    scales: Annotated[
+        Path | None,
+        typer.Option(help="Calibration whose KV scales to load (see `kvguard calibrate`); default: the one that fits."),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Calibrate first where runtime scales are required and no calibration fits.")
+    ] = False,
+    calibration_prompts: Annotated[Path | None, typer.Option(help="Texts to calibrate on; default: ours.")] = None,
     shadow: Annotated[
         str,
         typer.Option(
@@ -71,6 +85,25 @@ def serve(
             help="Reference for quality probes of live traffic: a pass inside the engine, or a 16-bit engine behind kvguard.",
         ),
     ] = SHADOW_OFF,
+    shadow_record: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|DIRECTORY|URL",
+            help="Run record of the engine at --shadow URL, to show it equal but for the KV cache.",
+        ),
+    ] = "",
+    shadow_launch: Annotated[
+        bool,
+        typer.Option("--shadow-launch", help="Run a second engine of this command with a 16-bit KV cache as the reference."),
+    ] = False,
+    shadow_launch_flag: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FLAG", help="A vLLM flag for that engine alone, e.g. --gpu-memory-utilization=0.4; repeatable."),
+    ] = None,
+    shadow_launch_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A variable for that engine alone, e.g. CUDA_VISIBLE_DEVICES=1; repeatable."),
+    ] = None,
     shadow_set: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of the probes, e.g. rate=0.01; repeatable.")
     ] = None,
@@ -83,6 +116,7 @@ def serve(
     Example: kvguard serve --policy policy.yaml -- vllm serve MODEL --max-model-len 8192
     """
     started = _process_start()
+    launch_env = _variables(shadow_launch_env)
     configure(json=log_json or None)
     argv = tuple(context.args)
     loaded = load_policy(policy) if policy is not None else None
@@ -94,18 +128,44 @@ def serve(
         start_timeout=start_timeout,
         record_directory=record_dir or default_directory(os.environ),
         termination_log=_termination_log(),
-        shadow=_reference(shadow),
+        shadow=_reference(shadow, shadow_record, launch=shadow_launch, flags=(*(shadow_launch_flag or ()), *launch_env)),
+        shadow_record=shadow_record,
+        shadow_key=os.environ.get(SHADOW_KEY, ""),
         shadow_settings=parse_settings(shadow_set or ()),
     )
-    prepared = prepare(argv, loaded, os.environ)
+    prompts = load_prompts(calibration_prompts)
+    prepared = prepare(argv, loaded, os.environ, scales=scales, prompts=prompts)
+    if calibrate and scales is None:
+        prepared = calibrate_first(prepared, argv, loaded, prompts, settings)
     with RunDirectory(os.environ) as run_directory:
         plan = plan_for(prepared, run_directory, os.environ, colour=stdout_is_terminal())
-        for name, content in plan.files.items():
+        refused = refuses(prepared.checks, loaded)
+        reference = (
+            start_reference(prepared, shadow_launch_flag or (), run_directory, {**os.environ, **launch_env})
+            if shadow_launch and not refused
+            else None
+        )
+        for name, content in {**plan.files, **(reference.plan.files if reference else {})}.items():
             run_directory.write(name, content)
         with contextlib.suppress(OSError):  # nobody reads our output; the engine is started all the same
             show_plan(prepared, plan, loaded)
-        code = _run(prepared, plan, loaded, settings, run_directory, argv, started, management_host, management_port)
+            show_reference(reference)
+        code = _run(prepared, plan, loaded, settings, run_directory, argv, started, management_host, management_port, reference)
     sys.exit(code)
+
+
+def calibrate_first(
+    prepared: Prepared, argv: tuple[str, ...], policy: Policy | None, prompts: PromptSet, settings: Settings
+) -> Prepared:
+    """The same start after a calibration, where it lacks one; one start at a time on this machine. Exits if that fails."""
+    with only_one(overlays_directory(os.environ)):
+        prepared = prepare(argv, policy, os.environ, prompts=prompts)  # another start may have calibrated meanwhile
+        if prepared.runtime is None or not prepared.runtime.missing:
+            return prepared
+        done = run_with_progress(argv, prompts, headroom=DEFAULT_HEADROOM, outputs=(1, 2), settings=settings)
+        if isinstance(done, int):
+            sys.exit(done)
+        return prepare(argv, policy, os.environ, prompts=prompts)  # as any later start, which finds it in the cache
 
 
 def show_plan(prepared: Prepared, plan: Plan, policy: Policy | None) -> None:
@@ -133,20 +193,44 @@ def show_plan(prepared: Prepared, plan: Plan, policy: Policy | None) -> None:
     sys.stderr.flush()
 
 
+def show_reference(reference: ReferenceStart | None) -> None:
+    """Print how the reference of shadow probes will be started, on standard error."""
+    if reference is not None:
+        sys.stderr.write(f"kvguard: reference {' '.join(redact_argv(list(reference.plan.argv)))}\n")
+        sys.stderr.flush()
+
+
 def refuses(checks: tuple[Check, ...], policy: Policy | None) -> bool:
     """Whether these checks, made before the start, keep the engine from being started."""
     return violates(checks) and (policy is None or policy.on_violation is not OnViolation.WARN)
 
 
-def _reference(named: str) -> str:
+def _reference(named: str, record: str, *, launch: bool, flags: Sequence[str]) -> str:
+    if launch and named != SHADOW_OFF:
+        raise UsageError(f"--shadow {named} and --shadow-launch: there is one reference; leave one of them out")
+    if flags and not launch:
+        raise UsageError("--shadow-launch-flag and --shadow-launch-env need --shadow-launch")
+    if record and (launch or named in (SHADOW_OFF, SHADOW_IN_ENGINE)):
+        raise UsageError("--shadow-record is for the engine that --shadow URL or SOCKET names")
+    if launch:
+        return SHADOW_LAUNCH
     if named in (SHADOW_OFF, SHADOW_IN_ENGINE) or named.startswith(("http://", "https://", "/", "unix:")):
         return named
     raise UsageError(f"--shadow {named!r}: required is off, in-engine, a URL, or the path of a Unix socket")
 
 
+def _variables(given: Sequence[str] | None) -> dict[str, str]:
+    """Environment variables of `NAME=VALUE` texts."""
+    pairs = [text.partition("=") for text in given or ()]
+    for name, equals, _ in pairs:
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--shadow-launch-env {printable(name)!r}: required is NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
 async def _probe_once(shadow: Shadow | None, question: Probe) -> dict[str, Any] | None:
     """Run a one-shot probe on the control loop; None while there is no reference that could score."""
-    if shadow is None or shadow.report.state in ("off", "checking", "refused"):
+    if shadow is None or shadow.report.state in ("off", "waiting", "checking", "refused"):
         return None
     choices = [one.choice() for one in question.formats]
     observations, problems = await shadow.probe_once(
@@ -179,6 +263,7 @@ def _run(
     started: float,
     management_host: str | None,
     management_port: int,
+    reference: ReferenceStart | None,
 ) -> int:
     """Open the two ports, live the engine's life, close them."""
     gate = Gate()
@@ -222,7 +307,18 @@ def _run(
     ):
         forwarder = Forwarder(gate, Upstream(uds=str(run_directory.socket)), observer, Limits())
         data_plane = DataPlane(forwarder, [listener], _tls(plan.listen))
-        guard = Guard(prepared, plan, policy, settings, board, data_plane, run_directory, argv=argv, started=started)
+        guard = Guard(
+            prepared,
+            plan,
+            policy,
+            settings,
+            board,
+            data_plane,
+            run_directory,
+            argv=argv,
+            started=started,
+            reference=reference,
+        )
         return asyncio.run(live(guard, data_plane, management))
 
 

@@ -77,7 +77,7 @@ async def _reference(
             yield reference
     else:
         record = settings.shadow_record
-        async with EngineClient(settings.shadow) as other:
+        async with EngineClient(settings.shadow, settings.shadow_key or None) as other:
             yield External(other, primary, partial(read_their_record, record) if record else None)
 
 

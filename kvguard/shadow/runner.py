@@ -496,7 +496,8 @@ class Shadow:
         choices += [control] if control is not None else []
         choices += self._watched
         scored = await self._score(decode, choices, item.weight, item.stratum, cleared)
-        engine_seconds = decode_seconds / running + scored.seconds
+        elsewhere = self._reference.comes_and_goes  # its passes cost this engine nothing
+        engine_seconds = decode_seconds / running + (0.0 if elsewhere else scored.seconds)
         if scored.cause is not None:
             self._sampler.drop(item, scored.cause, engine_seconds)
         elif scored.observation is None:

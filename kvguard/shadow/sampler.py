@@ -191,7 +191,8 @@ class Sampler(Generic[T]):
             self._end(item, "done", engine_seconds)
             if self._batch_tokens is not None:
                 self._times.measure(tokens, pass_seconds)
-            overhead = max(0.0, engine_seconds - self._passes * pass_seconds)
+            here = 0.0 if self._batch_tokens is None else self._passes * pass_seconds
+            overhead = max(0.0, engine_seconds - here)
             self._overhead_s = max(overhead, self._overhead_s + _SLOWLY * (overhead - self._overhead_s))
             self._breaker.reset()
 

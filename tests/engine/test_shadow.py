@@ -13,16 +13,13 @@ from typing import Any
 
 import pytest
 
+from agreement import inside_and_outside, secret_of
 from guarded import KVGUARD, Guarded
 from kvguard.engine.client import EngineClient
-from kvguard.reference.external import Asked, Primary, ask_reference, run_teacher_forced
+from kvguard.reference.external import Asked, Primary, ask_reference
 from kvguard.reference.inside import run_passes
 from kvguard.reference.models import EXACT, Decode
 from kvguard.reference.their_record import read_their_record
-from kvguard.shadow.candidate import Candidate
-from kvguard.shadow.prompts import SELF_CHECK
-from kvguard.shadow.replay import probe_body, read_decode
-from kvguard.shadow.scoring import score
 
 BUSY = ("rate=1", "engine-share=1", "max-stall-ms=10000", "probes-per-minute=600", "greedy=true")
 OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
@@ -104,48 +101,10 @@ def test_what_if_on_a_sixteen_bit_engine_orders_the_formats_and_predicts_the_fp8
     assert floor["high"] < measured["low"]
 
 
-def _decodes(served: Guarded) -> list[Decode]:
-    async def ask() -> list[Decode]:
-        async with EngineClient(served.base_url) as client:
-            found = []
-            for prompt in SELF_CHECK[:8]:
-                body = {"messages": [{"role": "user", "content": prompt}]}
-                candidate = Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
-                path, question = probe_body(candidate, served_model=served.model, max_tokens=64, greedy=True, salt="a")
-                read = read_decode("chat", (await client.post(path, question)).body)
-                assert isinstance(read, Decode), read
-                found.append(read)
-            return found
-
-    return asyncio.run(ask())
-
-
-def _secret(served: Guarded) -> tuple[str, str]:
-    (directory,) = served.run_base.iterdir()
-    return str(directory / "engine.sock"), (directory / "secret").read_text()
-
-
 def test_in_engine_and_external_references_agree(sixteen_bit: Guarded, fp8: Guarded) -> None:
     report = _checked(sixteen_bit)
     _checked(fp8)
-    decodes = _decodes(fp8)
-
-    async def both() -> tuple[float, float]:
-        socket, secret = _secret(fp8)
-        inside = outside = tokens = 0.0
-        async with EngineClient(socket) as primary, EngineClient(sixteen_bit.base_url) as other:
-            asked = await ask_reference(other, Primary("0.32.0"))
-            assert not asked.problem
-            for decode in decodes:
-                here = await run_passes(primary, secret, decode, [EXACT])
-                there = await run_teacher_forced(other, asked.model, decode, [EXACT], asked.record)
-                assert not here.problem + there.problem
-                inside += score(decode, here.passes[0]).sum_abs_delta
-                outside += score(decode, there.passes[0]).sum_abs_delta
-                tokens += len(decode.ids)
-        return inside / tokens, outside / tokens
-
-    inside, outside = asyncio.run(both())
+    inside, outside = inside_and_outside(fp8, sixteen_bit, "0.32.0")
     assert abs(inside - outside) < report["fidelity"]["residuals"]["16bit"], (inside, outside)
 
 
@@ -178,7 +137,7 @@ def test_passes_leave_the_cache_and_later_answers_unchanged(fp8: Guarded) -> Non
     question = {"prompt": "The history of the lighthouse begins with", "max_tokens": 32, "temperature": 0, "logprobs": 5}
 
     async def answers() -> list[Any]:
-        socket, secret = _secret(fp8)
+        socket, secret = secret_of(fp8)
         async with EngineClient(socket) as client:
             found = []
             decode = _probe_decode()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from agreement import inside_and_outside
 from guarded import Guarded
 from kvguard.demo.environment import ensure_engine
 from kvguard.engine.client import EngineClient
@@ -27,6 +28,7 @@ from kvguard.shadow.replay import probe_body, read_decode
 from kvguard.shadow.scoring import score
 from kvguard.shadow.sequential import collapse_of
 from kvguard.shadow.statistics import Measure, sums_of
+from long_results import keep
 
 pytestmark = pytest.mark.long
 
@@ -85,9 +87,8 @@ def test_noise_below_e4m3_below_e5m2_below_ruined(guarded: Callable[..., Guarded
         seen[name] = asyncio.run(_observe(served, own))
         assert served.stop() == 0
     costs = {name: sums_of(found, COST).estimate(Measure.ABS_DELTA) for name, found in seen.items()}
-    print(
-        {name: (round(cost.low or 0, 4), round(cost.value or 0, 4), round(cost.high or 0, 4)) for name, cost in costs.items()}
-    )
+    for name, cost in costs.items():
+        keep("cost by token, temperature 1", name, low=cost.low or 0.0, value=cost.value or 0.0, high=cost.high or 0.0)
     in_order = [costs[name] for name in engines]
     for lower, higher in itertools.pairwise(in_order):
         assert lower.high is not None
@@ -149,8 +150,33 @@ def test_the_pass_names_the_rounding_on_another_version_and_on_a_compiled_engine
         while (report := served.management("/shadow").json())["state"] == "checking":
             assert time.monotonic() < deadline
             time.sleep(1)
-        print(version, flags, report["fidelity"])
+        residuals = {name.replace("fp8_e4m3 ", ""): value for name, value in report["fidelity"]["residuals"].items()}
+        keep("kernel fidelity of fp8_e4m3, greedy", " ".join((version, *flags)), **residuals)
         assert report["fidelity"]["explained_by"] == "fp8_e4m3 truncate", report
         assert served.stop() == 0
     finally:
         served.close()
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.32.0"])
+def test_in_engine_and_external_references_agree_on_every_engine(
+    version: str, mode: str, engine_cache: Path, variant: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their estimates for one fp8_e4m3 engine differ by less than the noise floor, which the reference's own pass gives."""
+    vllm = str(ensure_engine(version, engine_cache))
+    flags = ("--no-enforce-eager",) if mode == "compiled" else ()
+    started = []
+    try:
+        for dtype in ("bfloat16", "fp8_e4m3"):
+            directory = tmp_path / dtype
+            directory.mkdir()
+            started.append(Guarded(directory, variant("plain"), "--kv-cache-dtype", dtype, *flags, vllm=vllm).wait_ready())
+        sixteen_bit, fp8 = started
+        floor, _ = inside_and_outside(sixteen_bit, sixteen_bit, version)
+        inside, outside = inside_and_outside(fp8, sixteen_bit, version)
+        keep("agreement", f"{version} {mode}", floor=floor, inside=inside, outside=outside)
+        assert abs(inside - outside) < floor, (inside, outside, floor)
+    finally:
+        for one in started:
+            one.close()

@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
 from fake_engine import install
-from kvguard.cli.serve import _reference
+from kvguard.cli.serve import _reference, _variables
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.guard.prepare import prepare
 from kvguard.guard.reference_start import ReferenceStart, start_reference
@@ -108,7 +108,7 @@ def test_what_is_no_reference_is_said_before_the_start(
     ("named", "record", "launch", "flags", "says"),
     [
         ("in-engine", "", True, [], "--shadow in-engine and --shadow-launch: there is one reference"),
-        ("off", "", False, ["--seed=1"], "--shadow-launch-flag needs --shadow-launch"),
+        ("off", "", False, ["--seed=1"], "--shadow-launch-flag and --shadow-launch-env need --shadow-launch"),
         ("off", "r.json", False, [], "--shadow-record is for the engine that --shadow URL"),
         ("in-engine", "r.json", False, [], "--shadow-record is for"),
         ("off", "r.json", True, [], "--shadow-record is for"),
@@ -118,6 +118,13 @@ def test_what_is_no_reference_is_said_before_the_start(
 def test_options_that_contradict_each_other(named: str, record: str, launch: bool, flags: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         _reference(named, record, launch=launch, flags=flags)
+
+
+def test_variables_for_the_reference_alone() -> None:
+    assert _variables(["CUDA_VISIBLE_DEVICES=1,2", "A="]) == {"CUDA_VISIBLE_DEVICES": "1,2", "A": ""}
+    for wrong in ("A", "=1", "a b=1"):
+        with pytest.raises(UsageError, match="required is NAME=VALUE"):
+            _variables([wrong])
 
 
 def test_options_that_go_together() -> None:
