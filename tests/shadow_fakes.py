@@ -13,7 +13,9 @@ from kvguard.engine.client import Answer, EngineClient
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.reference.models import Choice, Decode, Pass, Standing
 from kvguard.shadow.fidelity import candidates
-from kvguard.shadow.runner import Scored, Shadow, ShadowReport, cancel
+from kvguard.shadow.references import Scored
+from kvguard.shadow.report import ShadowReport
+from kvguard.shadow.runner import Shadow, cancel
 from kvguard.shadow.settings import Settings
 
 CANARY = "quixotic-bandicoot-58213"

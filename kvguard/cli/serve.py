@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
 import os
-import signal
-import socket
-import stat
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import structlog
 import typer
-from prometheus_client import CollectorRegistry
 
 from kvguard.cli.calibrate import run_with_progress
-from kvguard.engine.plan import Listen, Plan
+from kvguard.cli.standing import process_start, stand, termination_log
+from kvguard.engine.plan import Plan
 from kvguard.engine.process import become_subreaper
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.files import printable
@@ -32,21 +26,15 @@ from kvguard.guard.reference_start import ReferenceStart, start_reference
 from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_KEY, SHADOW_LAUNCH, SHADOW_OFF, Settings
 from kvguard.policy.models import OnViolation, Policy
 from kvguard.policy.parse import load_policy
-from kvguard.proxy.forward import Forwarder
-from kvguard.proxy.management import Probe, Watch, management_app, serve_management
-from kvguard.proxy.server import TLS, DataPlane, bind
-from kvguard.proxy.upstream import Limits, Upstream
+from kvguard.proxy.server import DataPlane
+from kvguard.proxy.upstream import Upstream
 from kvguard.record.redact import redact_argv
 from kvguard.record.store import default_directory
 from kvguard.reference.artefact import only_one, overlays_directory
 from kvguard.reference.prompts import PromptSet, load_prompts
 from kvguard.reference.scales import DEFAULT_HEADROOM
-from kvguard.shadow.document import probe_document, report_document
-from kvguard.shadow.runner import Shadow, ShadowReport
 from kvguard.shadow.settings import parse_settings
 from kvguard.telemetry.logging import configure
-from kvguard.telemetry.metrics import GuardCollector, ProxyMetrics
-from kvguard.telemetry.shadow_metrics import ShadowCollector
 from kvguard.verdict.checks import describe, violates
 from kvguard.vocabulary import Check, UsageError
 
@@ -70,6 +58,10 @@ def serve(
     start_timeout: Annotated[
         float | None, typer.Option(help="Seconds the engine may take to become healthy; default: no limit.", min=1)
     ] = None,
+    reverify: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="How often to verify again while serving; 0: only on signs of change.", min=0),
+    ] = 60.0,
     scales: Annotated[
         Path | None,
         typer.Option(help="Calibration whose KV scales to load (see `kvguard calibrate`); default: the one that fits."),
@@ -115,7 +107,7 @@ def serve(
 
     Example: kvguard serve --policy policy.yaml -- vllm serve MODEL --max-model-len 8192
     """
-    started = _process_start()
+    started = process_start()
     launch_env = _variables(shadow_launch_env)
     configure(json=log_json or None)
     argv = tuple(context.args)
@@ -126,8 +118,9 @@ def serve(
         settle=settle,
         grace=grace,
         start_timeout=start_timeout,
+        reverify=reverify,
         record_directory=record_dir or default_directory(os.environ),
-        termination_log=_termination_log(),
+        termination_log=termination_log(),
         shadow=_reference(shadow, shadow_record, launch=shadow_launch, flags=(*(shadow_launch_flag or ()), *launch_env)),
         shadow_record=shadow_record,
         shadow_key=os.environ.get(SHADOW_KEY, ""),
@@ -228,24 +221,6 @@ def _variables(given: Sequence[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-async def _probe_once(shadow: Shadow | None, question: Probe) -> dict[str, Any] | None:
-    """Run a one-shot probe on the control loop; None while there is no reference that could score."""
-    if shadow is None or shadow.report.state in ("off", "waiting", "checking", "refused"):
-        return None
-    choices = [one.choice() for one in question.formats]
-    observations, problems = await shadow.probe_once(
-        question.prompts, choices, greedy=question.greedy, max_tokens=question.max_tokens
-    )
-    return probe_document(observations, problems)
-
-
-def _watch(shadow: Shadow | None, wanted: Watch) -> str:
-    """Let live probes try these formats; why they cannot, "" when they do."""
-    if shadow is None:
-        return "shadow probes are off, or the engine is not serving yet: start with `kvguard serve --shadow in-engine`"
-    return shadow.watch([one.choice() for one in wanted.formats])
-
-
 def _policy_words(policy: Policy | None) -> str:
     if policy is None:
         return "none: only integrity is checked"
@@ -266,130 +241,30 @@ def _run(
     reference: ReferenceStart | None,
 ) -> int:
     """Open the two ports, live the engine's life, close them."""
-    gate = Gate()
-    board = Board(gate)
-    registry = CollectorRegistry()
-    registry.register(GuardCollector(lambda: board.status))
-    registry.register(ShadowCollector(lambda: board.shadow.report if board.shadow else ShadowReport()))
-    observer = ProxyMetrics(registry)
+    board = Board(Gate())
     refused = refuses(prepared.checks, policy) and (policy is None or policy.on_violation is OnViolation.REFUSE)
-    app = management_app(
-        lambda: board.status,
-        lambda: board.record,
-        lambda: policy.model_dump(mode="json") if policy is not None else None,
-        lambda: [claim.model_dump(mode="json") for claim in board.claims],
-        registry,
-        shadow=lambda: report_document(board.shadow.report) if board.shadow else None,
-        probe=lambda question: _probe_once(board.shadow, question),
-        watch=lambda wanted: _watch(board.shadow, wanted),
-    )
 
-    async def live(guard: Guard, data_plane: DataPlane, management: socket.socket) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, guard.request_stop)
-        if refused:  # nothing will serve: the ports are never opened
-            return await guard.run()
-        closed = asyncio.Event()
-        serving = asyncio.create_task(serve_management(app, management, closed))
-        try:
-            data_plane.start()
-            return await guard.run()
-        finally:
-            await asyncio.to_thread(data_plane.close)  # here, where a further signal is still ours
-            closed.set()
-            with contextlib.suppress(Exception):
-                await serving
-
-    with (
-        _api_socket(plan.listen) as listener,
-        _management_socket(management_host or plan.listen.host, management_port) as management,
-    ):
-        forwarder = Forwarder(gate, Upstream(uds=str(run_directory.socket)), observer, Limits())
-        data_plane = DataPlane(forwarder, [listener], _tls(plan.listen))
-        guard = Guard(
+    def guard(surface: DataPlane) -> Guard:
+        return Guard(
             prepared,
             plan,
             policy,
             settings,
             board,
-            data_plane,
+            surface,
             run_directory,
             argv=argv,
             started=started,
             reference=reference,
         )
-        return asyncio.run(live(guard, data_plane, management))
 
-
-def _management_socket(host: str, port: int) -> socket.socket:
-    """The management port, listening at once: two starts may bind one port, and only the first may listen."""
-    management = bind(host, port)
-    try:
-        management.listen()
-    except OSError as error:
-        management.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --management-port") from error
-    return management
-
-
-@contextlib.contextmanager
-def _api_socket(listen: Listen) -> Iterator[socket.socket]:
-    """The public socket: where the wrapped command said that vLLM should listen. A Unix socket's file goes with it."""
-    if listen.uds is None:
-        with bind(listen.host, listen.port) as listener:
-            yield listener
-        return
-    path = Path(listen.uds)
-    if _abandoned(path):
-        path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            listener.bind(str(path))
-        except OSError as error:
-            raise UsageError(f"cannot listen on the Unix socket {path}: {error.strerror or error}; check --uds") from error
-        ours = path.stat()
-        try:
-            yield listener
-        finally:
-            with contextlib.suppress(OSError):
-                if os.path.samestat(ours, path.stat()):
-                    path.unlink()
-
-
-def _abandoned(path: Path) -> bool:
-    """Whether a Unix socket's file is there, and nobody listens on it."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if stat.S_ISSOCK(path.stat().st_mode):
-            probe.settimeout(1.0)
-            return probe.connect_ex(str(path)) == errno.ECONNREFUSED
-    return False
-
-
-def _tls(listen: Listen) -> TLS | None:
-    if listen.ssl_certfile is None:
-        return None
-    return TLS(
-        keyfile=listen.ssl_keyfile,
-        certfile=listen.ssl_certfile,
-        ca_certs=listen.ssl_ca_certs,
-        cert_reqs=listen.ssl_cert_reqs,
-        ciphers=listen.ssl_ciphers,
+    return stand(
+        guard,
+        board,
+        policy,
+        plan.listen,
+        Upstream(uds=str(run_directory.socket)),
+        management_host=management_host,
+        management_port=management_port,
+        opens=not refused,
     )
-
-
-def _termination_log() -> Path | None:
-    """Kubernetes' termination log, where there is one that we may write."""
-    named = os.environ.get("KVGUARD_TERMINATION_LOG")
-    path = Path(named) if named else _TERMINATION_LOG
-    return path if named or os.access(path, os.W_OK) else None
-
-
-def _process_start() -> float:
-    """When this process began, on `time.monotonic`'s clock, so that our own imports count as our time."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        age = 0.0
-    return time.monotonic() - age

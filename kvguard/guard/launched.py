@@ -28,7 +28,7 @@ from kvguard.record.build import build_record
 from kvguard.record.statement import Change
 from kvguard.reference.external import bases_and_adapters, equal_by_record, run_teacher_forced
 from kvguard.reference.models import Choice, Decode, Standing
-from kvguard.shadow.runner import Scored
+from kvguard.shadow.references import Scored
 from kvguard.verdict.checks import describe, judge, violations
 from kvguard.vocabulary import Check, KvguardError
 

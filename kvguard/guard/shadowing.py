@@ -22,8 +22,8 @@ from kvguard.guard.surface import Surface
 from kvguard.policy.models import ShadowPolicy
 from kvguard.reference.external import Primary, bases_and_adapters, model_names
 from kvguard.reference.their_record import read_their_record
-from kvguard.shadow.references import External, InEngine
-from kvguard.shadow.runner import Reference, Shadow
+from kvguard.shadow.references import External, InEngine, Reference
+from kvguard.shadow.runner import Shadow
 from kvguard.vocabulary import UsageError
 
 log = structlog.get_logger("kvguard")

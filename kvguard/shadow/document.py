@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation
-from kvguard.shadow.runner import ShadowReport
+from kvguard.shadow.report import ShadowReport
 from kvguard.shadow.statistics import Measure, Sums, sums_of
 
 _SHOWN = (

@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvguard.engine.client import EngineClient
 from kvguard.reference.external import Asked, Primary, RecordReader, ask_reference, run_teacher_forced
 from kvguard.reference.inside import ask_exactness, run_passes
-from kvguard.reference.models import Choice, Decode, Standing
-from kvguard.shadow.runner import Scored
+from kvguard.reference.models import Choice, Decode, Pass, Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The passes over one decode, the engine seconds they took, or why there are none."""
+
+    passes: tuple[Pass, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+
+
+class Reference(Protocol):
+    """Something that scores a decode: the pass inside the engine, or another engine."""
+
+    name: str
+    choices_possible: bool
+    """Whether fake-quantized passes can be had."""
+    comes_and_goes: bool
+    """Whether it is asked again when it cannot score: an engine of its own may return, or another one in its place."""
+
+    @property
+    def standing(self) -> Standing:
+        """What it was when `unavailable` was asked last."""
+
+    async def unavailable(self) -> str:
+        """Why this reference cannot score this engine, "" when it can."""
+
+    async def run(self, decode: Decode, choices: Sequence[Choice]) -> Scored:
+        """One pass for each choice."""
 
 
 class InEngine:

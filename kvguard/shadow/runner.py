@@ -14,27 +14,30 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 
 from kvguard.engine.client import EngineClient
 from kvguard.evidence.metrics import EngineFigures
-from kvguard.reference.models import EXACT, Choice, Decode, Pass, Standing
+from kvguard.reference.models import EXACT, Choice, Decode, Pass
 from kvguard.shadow.budget import LEAST_TOKENS
 from kvguard.shadow.candidate import Candidate, Rules, Skipped, own_limit, read_request
-from kvguard.shadow.control import CONTROL, Control, positive_control
-from kvguard.shadow.fidelity import Fidelity, candidates, choice_named, judge_fidelity
+from kvguard.shadow.control import positive_control
+from kvguard.shadow.fidelity import candidates
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation, RequestScore, Stratum, stratum
 from kvguard.shadow.prompts import SELF_CHECK
+from kvguard.shadow.references import Reference
 from kvguard.shadow.replay import Problem, probe_body, read_decode
-from kvguard.shadow.sampler import Item, Sampler, inclusion_probability
+from kvguard.shadow.report import ShadowReport, state_of
+from kvguard.shadow.sampler import Item, Sampler
 from kvguard.shadow.scoring import score
-from kvguard.shadow.sequential import AlarmState, AlarmTest, Status, begin, collapse_of, sighted, update
+from kvguard.shadow.self_check import as_live, conclude, control_choice, own_label, weight_of
+from kvguard.shadow.sequential import Status, begin, collapse_of, sighted, update
 from kvguard.shadow.settings import Settings
-from kvguard.shadow.statistics import Measure, Sums, sums_of
-from kvguard.shadow.tally import Drop, Row
+from kvguard.shadow.statistics import Sums
+from kvguard.shadow.tally import Drop
 from kvguard.vocabulary import UsageError
 
 log = structlog.get_logger("kvguard")
@@ -43,22 +46,10 @@ _PASSES = 3  # exact, the engine's own arithmetic, the positive control
 _IDLE = 0.25  # seconds between looks at the queue
 _PATIENCE = 60.0  # seconds that the self-check waits for idle moments only
 _CONTROL_AGAIN = 3600.0  # seconds between positive controls
-_TOLERANCE = 0.5  # of the baseline, and at least _LEAST_TOLERANCE nats
-_LEAST_TOLERANCE = 0.02
-_DAMAGED = 0.5  # nats by token that no healthy kernel leaves unexplained (measured: 0.03 to 0.05; ruined scales 4.6)
 _HANDED_OVER = 64  # bodies on their way from the data plane's thread at most
 _KEPT = 200  # latest observations kept for the positive control
 _ASK_FIRST, _ASK_AGAIN = 1.0, 10.0  # seconds between questions to a reference; while it is away the pause doubles
 _LASTING = (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER, Drop.SHUTDOWN)  # what forbids a pass and will not go by itself
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The passes over one decode, the engine seconds they took, or why there are none."""
-
-    passes: tuple[Pass, ...] = ()
-    seconds: float = 0.0
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,58 +61,6 @@ class _Passes:
     cause: Drop | None = None
     seconds: float = 0.0
     longest: float = 0.0
-
-
-class Reference(Protocol):
-    """Something that scores a decode: the pass inside the engine, or another engine."""
-
-    name: str
-    choices_possible: bool
-    """Whether fake-quantized passes can be had."""
-    comes_and_goes: bool
-    """Whether it is asked again when it cannot score: an engine of its own may return, or another one in its place."""
-
-    @property
-    def standing(self) -> Standing:
-        """What it was when `unavailable` was asked last."""
-
-    async def unavailable(self) -> str:
-        """Why this reference cannot score this engine, "" when it can."""
-
-    async def run(self, decode: Decode, choices: Sequence[Choice]) -> Scored:
-        """One pass for each choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowReport:
-    """What is known now, without prompts. `state` is off, waiting, checking, probing, blind, refused or regression.
-
-    `waiting` is for a reference that is away; `lost` counts how often it went. `equality` says how it is known to be the
-    engine but for the KV cache.
-    """
-
-    state: str = "off"
-    reason: str = ""
-    reference: str = ""
-    equality: str = ""
-    lost: int = 0
-    fidelity: Fidelity | None = None
-    control: Control | None = None
-    baseline: float | None = None
-    measured_baseline: float | None = None
-    tolerance: float | None = None
-    alarm: AlarmState | None = None
-    sums: dict[str, dict[Stratum, Sums]] = field(default_factory=dict)
-    whatif: dict[str, Sums] = field(default_factory=dict)
-    probes: int = 0
-    collapsed: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    rows: tuple[Row, ...] = ()
-    pass_seconds: float = 0.0
-
-    def total(self, comparison: str) -> Sums:
-        """All strata of a comparison together."""
-        return sum(self.sums.get(comparison, {}).values(), Sums())
 
 
 class Shadow:
@@ -292,7 +231,7 @@ class Shadow:
         self._set(equality=standing.equality)
         if away:
             self._sampler.reference_back()
-            self._set(state=_state_of(alarm) if alarm else "checking", reason=alarm.reason if alarm else "")
+            self._set(state=state_of(alarm) if alarm else "checking", reason=alarm.reason if alarm else "")
             log.info("shadow probes have their reference", equality=standing.equality)
         return True
 
@@ -311,8 +250,7 @@ class Shadow:
     async def _self_check(self) -> None:
         """Decode our own prompts, find what explains the engine's arithmetic, fix the baseline, test the alarm's sight."""
         choices = candidates(self._dtype) if self._reference.choices_possible else (EXACT,)
-        control = self._control_choice()
-        choices += (control,) if control is not None else ()
+        choices += self._control_choices()
         seen: list[Observation] = []
         problems: Counter[str] = Counter()
         self._patient_until = self._clock() + _PATIENCE
@@ -323,67 +261,43 @@ class Shadow:
                 problems[f"replay: {problem}"] += 1
                 continue
             where = stratum(len(decode.prompt_ids), 1)
-            scored = await self._score(decode, choices, _weight(self._settings, where), where, self._quiet)
+            scored = await self._score(decode, choices, weight_of(self._settings, where), where, self._quiet)
             if scored.observation is None:
                 problems[scored.problem] += 1
                 await self._missed(scored.problem)
                 continue
             self._sampler.measured(len(decode.prompt_ids) + len(decode.ids), scored.longest)
             seen.append(scored.observation)
-        not_a_number = problems[f"replay: {Problem.NAN}"]
+        not_a_number = bool(problems[f"replay: {Problem.NAN}"])
         if not seen and not not_a_number:
             reason = f"no self-check prompt could be scored: {problems.most_common(1)[0][0]}"
             self._set(state="refused", reason=reason)
             log.warning("shadow probes refused", reason=reason)
             return
-        fidelity = judge_fidelity(seen, self._dtype)
-        # Where nothing explains the decode, unexplained is the whole difference from the exact pass, here and live.
-        self._choice = choice_named(fidelity.explained_by, self._dtype) if fidelity.known else None
-        named = [_as_live(observation, self._own) for observation in seen]
-        found = sums_of(named, UNEXPLAINED).estimate(Measure.REQUEST_ABS_DELTA)
-        # The upper end: a baseline from a dozen requests that is too low by chance would alarm on a healthy engine.
-        measured = found.high if found.high is not None else (found.value or 0.0)
-        baseline = measured if self._accepted is None else self._accepted
-        tolerance = self._tolerance or max(_TOLERANCE * baseline, _LEAST_TOLERANCE)
-        test = AlarmTest(
-            baseline=baseline,
-            tolerance=tolerance,
-            cap=max(1.0, 4.0 * (baseline + tolerance)),
-            max_weight=_max_weight(self._settings),
-        )
+        found = conclude(seen, self._dtype, self._settings, self._accepted, self._tolerance, not_a_number=not_a_number)
+        self._choice = found.choice
         self._set(
             state="probing",
             reason="",
-            fidelity=fidelity,
-            baseline=baseline,
-            measured_baseline=measured,
-            tolerance=tolerance,
-            alarm=begin(test),
+            fidelity=found.fidelity,
+            baseline=found.test.baseline,
+            measured_baseline=found.measured,
+            tolerance=found.test.tolerance,
+            alarm=begin(found.test),
         )
-        for observation in named:
+        for observation in found.observations:
             self._remember(observation)
         self._run_control(self._recent)
-        broken = "nan logprob" if not_a_number else next((how for one in named if (how := collapse_of(one))), "")
-        least = found.low if found.low is not None else measured
-        if broken or measured > _DAMAGED:
-            reason = f"the self-check shows damage: {broken or f'unexplained |Δ logprob| {measured:.3g} by token'}"
-        elif self._accepted is not None and least > test.bound:
-            reason = (
-                f"the self-check finds unexplained |Δ logprob| of at least {least:.4g} by token, more than the accepted "
-                f"baseline {baseline:.4g} + tolerance {tolerance:.4g}"
-            )
-        else:
-            reason = ""
-        if reason:
-            alarm = self._report.alarm or begin(test)
-            self._set(state="regression", reason=reason, alarm=replace(alarm, regression=reason))
-            log.error("shadow self-check", reason=reason)
+        if found.damage:
+            alarm = self._report.alarm or begin(found.test)
+            self._set(state="regression", reason=found.damage, alarm=replace(alarm, regression=found.damage))
+            log.error("shadow self-check", reason=found.damage)
         log.info(
             "shadow self-check",
-            explained_by=fidelity.explained_by,
-            baseline=round(baseline, 4),
-            requests=fidelity.requests,
-            detail=fidelity.reason,
+            explained_by=found.fidelity.explained_by,
+            baseline=round(found.test.baseline, 4),
+            requests=found.fidelity.requests,
+            detail=found.fidelity.reason,
         )
 
     async def _missed(self, problem: str) -> None:
@@ -492,9 +406,7 @@ class Shadow:
                 await asyncio.sleep(_IDLE)
 
         choices = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else [])]
-        control = self._control_choice()
-        choices += [control] if control is not None else []
-        choices += self._watched
+        choices += [*self._control_choices(), *self._watched]
         scored = await self._score(decode, choices, item.weight, item.stratum, cleared)
         elsewhere = self._reference.comes_and_goes  # its passes cost this engine nothing
         engine_seconds = decode_seconds / running + (0.0 if elsewhere else scored.seconds)
@@ -506,21 +418,11 @@ class Shadow:
             return False
         else:
             self._sampler.done(item, tokens=tokens, pass_seconds=scored.longest, engine_seconds=engine_seconds)
-            self._count(_as_live(scored.observation, self._own, tuple(self._report.whatif)), scored.seconds)
+            self._count(as_live(scored.observation, own_label(self._choice), tuple(self._report.whatif)), scored.seconds)
         return True
 
-    @property
-    def _own(self) -> str:
-        """Label of the pass that stands for the engine's own arithmetic."""
-        return self._choice.label if self._choice is not None else EXACT.label
-
-    def _control_choice(self) -> Choice | None:
-        """A coarser format than the engine's own: what the alarm must be able to see."""
-        if not self._reference.choices_possible:
-            return None
-        if self._dtype == "fp8_e5m2":
-            return Choice(label=CONTROL, format="fp8_e5m2", rounding="truncate", query=True, probabilities=True)
-        return Choice(label=CONTROL, format="fp8_e5m2", rounding="truncate")
+    def _control_choices(self) -> tuple[Choice, ...]:
+        return (control_choice(self._dtype),) if self._reference.choices_possible else ()
 
     def _count(self, observation: Observation, pass_seconds: float) -> None:
         report = self._report
@@ -540,7 +442,7 @@ class Shadow:
         collapsed = int(bool(collapse_of(observation)))
         self._remember(observation)
         self._set(
-            state=_state_of(alarm),
+            state=state_of(alarm),
             reason=alarm.reason if alarm is not None else "",
             alarm=alarm,
             sums=sums,
@@ -557,7 +459,7 @@ class Shadow:
         if self._report.alarm is not None:
             broken = RequestScore(0, 0.0, 0.0, 0, None, 0.0, 0.0, 0.0, how)
             alarm = update(self._report.alarm, Observation(1.0, stratum(0, 1), {UNEXPLAINED: broken}))
-            self._set(alarm=alarm, state=_state_of(alarm), reason=alarm.reason)
+            self._set(alarm=alarm, state=state_of(alarm), reason=alarm.reason)
 
     def _remember(self, observation: Observation) -> None:
         self._recent = [*self._recent[1 - _KEPT :], observation]
@@ -569,7 +471,7 @@ class Shadow:
             return
         control = positive_control(observations, alarm.test) if self._reference.choices_possible else None
         alarm = sighted(alarm, control.blind if control is not None else "this reference cannot make a positive control")
-        self._set(control=control, alarm=alarm, state=_state_of(alarm), reason=alarm.reason)
+        self._set(control=control, alarm=alarm, state=state_of(alarm), reason=alarm.reason)
 
     # ---- one shot
 
@@ -592,7 +494,7 @@ class Shadow:
             if scored.observation is None:
                 problems.append(f"prompt {number}: {scored.problem}")
                 continue
-            found.append(_as_live(scored.observation, self._own, [choice.label for choice in choices]))
+            found.append(as_live(scored.observation, own_label(self._choice), [choice.label for choice in choices]))
         return found, problems
 
     def _set(self, **changes: Any) -> None:
@@ -605,36 +507,8 @@ def _chat(prompt: str, **sampling: int) -> Candidate:
     return Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
 
 
-def _weight(settings: Settings, where: Stratum) -> float:
-    """The weight a live request of this stratum has, so that the positive control bets as the live alarm does."""
-    probability = inclusion_probability(settings, where)
-    return 1.0 / probability if probability > 0 else 1.0
-
-
-def _max_weight(settings: Settings) -> float:
-    """The largest weight the sampler can give: the inverse of its smallest inclusion probability."""
-    smallest = settings.rate * min(settings.prompt_multipliers) * min(settings.turn_multipliers)
-    return max(1.0, 1.0 / smallest) if smallest > 0 else 1.0
-
-
-def _state_of(alarm: AlarmState | None) -> str:
-    if alarm is None:
-        return "probing"
-    return {Status.REGRESSION: "regression", Status.BLIND: "blind"}.get(alarm.status, "probing")
-
-
 def _observe(decode: Decode, passes: Sequence[Pass], weight: float, where: Stratum) -> Observation:
     return Observation(weight=weight, stratum=where, scores={one.label: score(decode, one) for one in passes})
-
-
-def _as_live(observation: Observation, own: str, more: Sequence[str] = ()) -> Observation:
-    """The same observation under the names that are tested and shown: cost, unexplained, control."""
-    scores = observation.scores
-    named = {COST: scores[EXACT.label], UNEXPLAINED: scores.get(own, scores[EXACT.label])}
-    if CONTROL in scores:
-        named[CONTROL] = scores[CONTROL]
-    named |= {label: scores[label] for label in more if label in scores}
-    return Observation(observation.weight, observation.stratum, named)
 
 
 async def cancel(task: asyncio.Task[None]) -> None:

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvguard.shadow.models import COST, UNEXPLAINED
-from kvguard.shadow.runner import ShadowReport
+from kvguard.shadow.report import ShadowReport
 from kvguard.shadow.statistics import Measure, Sums
 from kvguard.telemetry.families import Family
 

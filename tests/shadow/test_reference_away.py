@@ -15,7 +15,8 @@ from kvguard.shadow import runner
 from kvguard.shadow.document import report_document
 from kvguard.shadow.models import Stratum
 from kvguard.shadow.prompts import SELF_CHECK
-from kvguard.shadow.runner import Scored, Shadow, cancel
+from kvguard.shadow.references import Scored
+from kvguard.shadow.runner import Shadow, cancel
 from kvguard.telemetry.shadow_metrics import ShadowCollector
 from shadow_fakes import FakeReference, Probing
 

@@ -13,7 +13,7 @@ from kvguard.shadow.control import Control
 from kvguard.shadow.fidelity import Fidelity
 from kvguard.shadow.models import COST, UNEXPLAINED, Stratum, stratum
 from kvguard.shadow.replay import Problem
-from kvguard.shadow.runner import ShadowReport
+from kvguard.shadow.report import ShadowReport
 from kvguard.shadow.sequential import AlarmTest, begin
 from kvguard.shadow.statistics import Sums
 from kvguard.shadow.tally import Count, Drop, Row
