@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -116,6 +117,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=15.0, help="length of a block")
     options.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "kvguard-bench-shadow.json")
     given = options.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engine is stopped as well
     cache = cache_directory(os.environ)
     vllm = ensure_engine(ENGINE_VERSION, cache)
     model = ensure_variants(ensure_model(vllm.with_name("python"), cache))["plain"]
