@@ -16,7 +16,7 @@ endif
 endif
 
 .DELETE_ON_ERROR:
-.PHONY: help setup engine demo serve test test-long bench lint clean
+.PHONY: help setup engine tools demo serve test test-long bench lint clean
 
 help:
 	@echo "make demo       set up the CPU engine and the model, then show the main job on a checkpoint with a trap"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint       linters and types only"
 	@echo "make setup      kvguard's own environment, .venv"
 	@echo "make engine     the CPU engine, the model and its variants, in the cache"
+	@echo "make tools      helm, kubectl, Prometheus, Alertmanager and hadolint for the tests of what is deployed, in the cache"
 	@echo "make clean      remove .venv and what tools left in the tree; the cache stays"
 
 setup: $(STAMP)
@@ -44,6 +45,9 @@ $(STAMP): pyproject.toml constraints.txt
 engine: setup
 	@$(BIN)/kvguard demo setup --if-supported
 
+tools: setup
+	@$(BIN)/python tests/deploy/toolbox.py
+
 demo: setup
 	@$(BIN)/kvguard demo setup
 	@$(BIN)/kvguard demo run
@@ -57,8 +61,9 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python deploy/generate --check
 
-test: lint engine
+test: lint engine tools
 	$(BIN)/pytest -m 'not long' --cov --cov-report=term
 
 test-long: engine

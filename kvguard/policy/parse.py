@@ -15,11 +15,15 @@ from pydantic import BaseModel, ValidationError
 from kvguard.files import printable, read_regular_file
 from kvguard.policy.models import (
     POLICY_DTYPES,
+    DriftPolicy,
     EnginePolicy,
     KVCachePolicy,
+    OnDrift,
+    OnRegression,
     OnViolation,
     Policy,
     ScalesRule,
+    ShadowPolicy,
     contradiction,
 )
 from kvguard.vocabulary import UsageError, canonical_dtype
@@ -38,9 +42,18 @@ _ALLOWED: dict[_Path, tuple[str, ...]] = {
     ("kv_cache", "dtype"): POLICY_DTYPES,
     ("kv_cache", "scales"): tuple(rule.value for rule in ScalesRule),
     ("kv_cache", "min_confidence"): ("proven", "corroborated", "echoed"),
+    ("shadow", "on_regression"): tuple(action.value for action in OnRegression),
+    ("drift", "action"): tuple(action.value for action in OnDrift),
+    ("drift", "min_confidence"): ("proven", "corroborated"),
     ("on_violation",): tuple(action.value for action in OnViolation),
 }
-_SECTIONS: dict[_Path, type[BaseModel]] = {(): Policy, ("kv_cache",): KVCachePolicy, ("engine",): EnginePolicy}
+_SECTIONS: dict[_Path, type[BaseModel]] = {
+    (): Policy,
+    ("kv_cache",): KVCachePolicy,
+    ("engine",): EnginePolicy,
+    ("shadow",): ShadowPolicy,
+    ("drift",): DriftPolicy,
+}
 _KIND = {
     "tag:yaml.org,2002:bool": "a YAML boolean",
     "tag:yaml.org,2002:int": "a YAML number",

@@ -18,6 +18,7 @@ from pydantic_core import to_json
 import kvguard
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
+from kvguard.proxy.status_page import content_security_policy, status_page
 from kvguard.shadow.what_if import MOST, WhatIf
 from kvguard.vocabulary import Check, Effective, Frozen
 
@@ -95,6 +96,23 @@ def management_app(
         version=kvguard.__version__,
         description="Probes, metrics and evidence of one guarded vLLM engine. Requests go to the API port.",
     )
+
+    @app.get(
+        "/",
+        responses={200: {"content": {"text/html": {}}}},
+        response_class=Response,
+        tags=["documents"],
+        summary="The status page: verdict, evidence, memory, batch and quality, for people",
+    )
+    async def page() -> Response:
+        html = status_page(status(), evidence(), has_policy=policy() is not None, shadow=shadow())
+        headers = {
+            "content-security-policy": content_security_policy(),
+            "cache-control": "no-store",
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+        }
+        return Response(html, headers=headers, media_type="text/html")
 
     @app.get("/livez", response_model=Alive, tags=["probes"], summary="200 while the process lives, draining included")
     async def livez() -> Response:

@@ -8,7 +8,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvguard.policy.models import POLICY_DTYPES, OnViolation, Policy, ScalesRule
+from kvguard.policy.models import (
+    POLICY_DTYPES,
+    DriftPolicy,
+    OnDrift,
+    OnRegression,
+    OnViolation,
+    Policy,
+    ScalesRule,
+)
 from kvguard.policy.parse import MAX_BYTES, load_policy, parse_policy
 from kvguard.vocabulary import Confidence, UsageError
 
@@ -21,6 +29,11 @@ kv_cache:
 engine:
   version: ">=0.27,<0.34"
   attention_backend: FLASH_ATTN
+shadow:
+  on_regression: unready
+drift:
+  action: unready
+  min_confidence: corroborated
 on_violation: hold
 """
 
@@ -39,7 +52,10 @@ def test_every_key_is_read() -> None:
     assert policy.kv_cache.min_confidence is Confidence.PROVEN
     assert policy.engine.version == "<0.34,>=0.27"
     assert policy.engine.attention_backend == ("FLASH_ATTN",)
+    assert policy.shadow.on_regression is OnRegression.UNREADY
+    assert policy.drift == DriftPolicy(action=OnDrift.UNREADY, min_confidence=Confidence.CORROBORATED)
     assert policy.on_violation is OnViolation.HOLD
+    assert policy.model_fields_set == set(Policy.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +80,7 @@ def test_everything_may_be_left_out(text: bytes) -> None:
         ),
         (
             b"min-confidence: proven",
-            "policy.yaml line 1: min-confidence: unknown key; allowed: kv_cache, engine, shadow, on_violation",
+            "policy.yaml line 1: min-confidence: unknown key; allowed: kv_cache, engine, shadow, drift, on_violation",
         ),
         (
             b"kv_cache:\n  min-confidence: proven",
@@ -86,9 +102,11 @@ def test_everything_may_be_left_out(text: bytes) -> None:
         (b"kv_cache:\n  dtype:\n  scales: any", "line 2: kv_cache.dtype: has no value; give one, or remove the key"),
         (b"kv_cache:\n  dtype: {a: b}", "line 2: kv_cache.dtype: must be a value or a list of values"),
         (b"kv_cache:\n  dtype: [[fp8]]", "line 2: kv_cache.dtype[0]: takes one value, found a list"),
+        (b"shadow: {on_regression: die}", "line 1: shadow.on_regression: 'die' is not allowed; allowed: alert, unready"),
+        (b"on_regression: alert", "line 1: on_regression: unknown key; did you mean 'shadow.on_regression'?"),
         (b"kv_cache: fp8", "line 1: kv_cache: must be a section with the keys dtype, scales"),
         (b"kv_cache: [dtype]", "line 1: kv_cache: must be a section"),
-        (b"- a", "policy.yaml line 1: must be a section with the keys kv_cache, engine, shadow, on_violation"),
+        (b"- a", "policy.yaml line 1: must be a section with the keys kv_cache, engine, shadow, drift, on_violation"),
         (b"fp8", "policy.yaml line 1: must be a section"),
         (b"kv_cache:\n  skip_layers: 0,1", "line 2: kv_cache.skip_layers: '0,1' is not a layer's index"),
         (b"kv_cache:\n  skip_layers: [-1]", "'-1' is not a layer's index"),

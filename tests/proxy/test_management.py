@@ -101,6 +101,7 @@ def test_metrics_speak_the_scrapers_format(guard):
 def test_schema_describes_every_document(guard):
     schema = guard.get("/openapi.json").json()
     assert set(schema["paths"]) == {
+        "/",
         "/livez",
         "/readyz",
         "/metrics",
@@ -109,6 +110,7 @@ def test_schema_describes_every_document(guard):
         "/evidence",
         "/shadow",
         "/shadow/probe",
+        "/shadow/whatif",
     }
     assert {"Ready", "Evidence", "Effective", "Check", "Problem"} <= set(schema["components"]["schemas"])
     assert "503" in schema["paths"]["/readyz"]["get"]["responses"]

@@ -1,0 +1,109 @@
+{{- define "kvguard.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kvguard.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trimSuffix "-" -}}
+{{- else if contains (include "kvguard.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "kvguard.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that never change in the life of a release: selectors. Takes {root, component}. */}}
+{{- define "kvguard.selector" -}}
+app.kubernetes.io/name: {{ include "kvguard.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "kvguard.labels" -}}
+{{ include "kvguard.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* A reference to an image: {image, tag}, a digest before a tag. */}}
+{{- define "kvguard.image" -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .image.repository (default .tag .image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvguard.serviceAccount" -}}
+{{- default (include "kvguard.fullname" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{/* "yes" when the cluster knows a kind that an operator brings: {root, api, kind}. */}}
+{{- define "kvguard.has" -}}
+{{- if .root.Capabilities.APIVersions.Has (printf "%s/%s" .api .kind) -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "kvguard.hasKeda" -}}
+{{- include "kvguard.has" (dict "root" . "api" "keda.sh/v1alpha1" "kind" "ScaledObject") -}}
+{{- end -}}
+
+{{/* What values.schema.json cannot say. Every message names the value. */}}
+{{- define "kvguard.validate" -}}
+{{- $v := .Values -}}
+{{- if eq $v.mode "sidecar" -}}
+{{- if ne $v.shadow.mode "off" -}}
+{{- fail (printf "shadow.mode: %s needs mode: wrapper; `kvguard attach` does not probe" $v.shadow.mode) -}}
+{{- end -}}
+{{- if $v.calibration.enabled -}}
+{{- fail "calibration.enabled: needs mode: wrapper; `kvguard attach` does not choose what the engine loads" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $v.model.source "hub") (not $v.model.name) -}}
+{{- fail "model.name: required, the model's name on the hub, for example --set model.name=Qwen/Qwen3-8B" -}}
+{{- end -}}
+{{- if and (ne $v.model.source "hub") (hasPrefix "/" $v.model.name) -}}
+{{- fail (printf "model.name: with model.source=%s it is a path inside the volume, such as llama-3; found %q" $v.model.source $v.model.name) -}}
+{{- end -}}
+{{- if contains ".." $v.model.name -}}
+{{- fail (printf "model.name: %q must not contain .." $v.model.name) -}}
+{{- end -}}
+{{- if and (eq $v.model.source "pvc") (not $v.model.pvc.claim) -}}
+{{- fail "model.pvc.claim: required with model.source=pvc, the claim that holds the model" -}}
+{{- end -}}
+{{- if and (eq $v.model.source "image") (not $v.model.image.reference) -}}
+{{- fail "model.image.reference: required with model.source=image, the image that holds the model" -}}
+{{- end -}}
+{{- if and $v.calibration.enabled (not $v.calibration.claim) -}}
+{{- fail "calibration.claim: required with calibration.enabled, a claim that the Job and all replicas can mount" -}}
+{{- end -}}
+{{- if and $v.calibration.enabled (eq $v.model.source "hub") (not $v.model.cache.claim) -}}
+{{- fail "model.cache.claim: required with calibration.enabled and model.source=hub, so that the Job and the replicas read the same files" -}}
+{{- end -}}
+{{- if ge (int $v.drain.settle) (sub (int $v.drain.grace) 4) -}}
+{{- fail (printf "drain.settle: %d s leave nothing of drain.grace (%d s, of which 4 stop the engine); requests need what is between" (int $v.drain.settle) (int $v.drain.grace)) -}}
+{{- end -}}
+{{- if gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas) -}}
+{{- fail (printf "autoscaling.minReplicas: %d is above autoscaling.maxReplicas, %d" (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- if and (eq $v.autoscaling.kind "keda") (not $v.autoscaling.prometheus) -}}
+{{- fail "autoscaling.prometheus: required with autoscaling.kind=keda, the address of Prometheus" -}}
+{{- end -}}
+{{- if and (eq $v.autoscaling.kind "keda") (eq $v.monitor.kind "none") -}}
+{{- fail "monitor.kind: autoscaling.kind=keda reads metrics that Prometheus must scrape; use PodMonitor or ServiceMonitor" -}}
+{{- end -}}
+{{- if or $v.calibration.enabled (eq $v.shadow.mode "reference") -}}
+{{- range $argument := $v.engine.args -}}
+{{- if or (hasPrefix "--kv-cache-dtype" $argument) (hasPrefix "--calculate-kv-scales" $argument) -}}
+{{- fail (printf "engine.args: %s would also reach the 16-bit engine of shadow.mode=reference or of calibration; leave the KV cache to policy.kv_cache" $argument) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $flag := list "--host" "--port" "--uds" -}}
+{{- range $argument := concat $v.engine.args $v.shadow.reference.args -}}
+{{- if or (eq $argument $flag) (hasPrefix (printf "%s=" $flag) $argument) -}}
+{{- fail (printf "engine.args: %s is set by the chart" $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

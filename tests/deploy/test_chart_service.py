@@ -1,0 +1,29 @@
+"""templates/service.yaml: one Service for clients, one for those who look."""
+
+from __future__ import annotations
+
+from charts import one, with_least
+
+
+def test_clients_get_the_api_port_of_ready_pods():
+    manifests = with_least({"service": {"port": 80, "type": "LoadBalancer", "annotations": {"a": "b"}}})
+    service = one(manifests, "Service", "rel-kvguard")
+    assert service["spec"]["ports"] == [{"name": "api", "port": 80, "targetPort": "api"}]
+    assert service["spec"]["type"] == "LoadBalancer"
+    assert service["metadata"]["annotations"] == {"a": "b"}
+    assert "publishNotReadyAddresses" not in service["spec"]
+    labels = one(manifests, "Deployment", "rel-kvguard")["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+
+
+def test_management_reaches_refused_pods_too():
+    spec = one(with_least({"management": {"port": 9999}}), "Service", "rel-kvguard-management")["spec"]
+    assert spec["clusterIP"] == "None"
+    assert spec["publishNotReadyAddresses"] is True
+    assert {"name": "management", "port": 9999, "targetPort": "management"} in spec["ports"]
+
+
+def test_names_follow_release_and_overrides():
+    assert one(with_least({"nameOverride": "llm"}), "Service", "rel-llm")
+    assert one(with_least({"fullnameOverride": "x"}), "Service", "x")
+    assert one(with_least({"nameOverride": "rel"}), "Service", "rel")
