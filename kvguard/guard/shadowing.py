@@ -102,7 +102,9 @@ async def _probe_traffic(
     shadow = Shadow(
         client,
         reference,
-        settings.shadow_settings,
+        settings.shadow_settings.model_copy(update={"require_opt_in": True})
+        if accepted.require_opt_in
+        else settings.shadow_settings,
         served_model=names[0],
         base_models=names,
         baseline=accepted.baseline,

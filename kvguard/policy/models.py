@@ -172,12 +172,40 @@ class ShadowPolicy(Frozen):
         "is held against it, and a start whose self-check is above it is a regression at once. Default: each start's own "
         "self-check, which cannot see what was wrong from the start.",
     )
+    require_opt_in: bool = Field(
+        default=False,
+        description="Whether only requests with the header `x-kvguard-shadow: on` may be probed. Default: false; a request that "
+        "says `off` never is, prompts stay in memory, and no output has them.",
+    )
     tolerance: float | None = Field(
         default=None,
         gt=0,
         le=10,
         allow_inf_nan=False,
         description="How much above the baseline is accepted, in nats by token. Default: half of it, and at least 0.02.",
+    )
+
+
+class OnDrift(StrEnum):
+    """What a cache that is no longer what was established does to a serving engine."""
+
+    ALERT = "alert"
+    UNREADY = "unready"
+
+
+class DriftPolicy(Frozen):
+    """What follows when the engine stops running what its record says."""
+
+    action: OnDrift = Field(
+        default=OnDrift.ALERT,
+        description="What happens when a later verification finds another KV cache than the first. `alert`: the state, the "
+        "metrics, the log and a new record say so. `unready`: readiness fails as well, once two verifications in a row found "
+        "it. Default: `alert`, because a reading that is wrong everywhere at once must not take a fleet down.",
+    )
+    min_confidence: Literal[Confidence.PROVEN, Confidence.CORROBORATED] = Field(
+        default=Confidence.PROVEN,
+        description="The weakest evidence of drift that `unready` acts on. An engine that `kvguard attach` guards is never "
+        "`proven`: there it takes `corroborated`. Default: `proven`, the cache tensors themselves.",
     )
 
 
@@ -189,6 +217,7 @@ class Policy(Frozen):
     )
     engine: EnginePolicy = Field(default=EnginePolicy(), description="What engine may run it. Default: any.")
     shadow: ShadowPolicy = Field(default=ShadowPolicy(), description="What follows from shadow probes. Default: an alert.")
+    drift: DriftPolicy = Field(default=DriftPolicy(), description="What follows from drift while serving. Default: an alert.")
     on_violation: OnViolation = Field(
         default=OnViolation.REFUSE,
         description="What happens when the engine does not run what is required. `refuse`: stop it and exit 3. `hold`: "

@@ -64,6 +64,7 @@ class World:
         monkeypatch.setattr(Shadow, "run", replaced)
         self.engine, self.surface, self.board = Engine(), Surface(), Board(Gate())
         self.board.update(effective=Effective(dtype="fp8_e4m3"), engine_version="0.32.0")
+        self.accepted = ShadowPolicy(baseline=0.04)
         self.settings = Settings(record_directory=Path("/nowhere"), shadow=shadow)
 
     async def probe(self) -> None:
@@ -77,7 +78,7 @@ class World:
             self.surface,
             limits=limits,
             model="/models/m",
-            accepted=ShadowPolicy(baseline=0.04),
+            accepted=self.accepted,
         )
 
 
@@ -98,6 +99,7 @@ def test_the_tap_is_there_while_probing_runs(monkeypatch: pytest.MonkeyPatch) ->
         assert (shadow._served_model, shadow._dtype) == ("one", "fp8_e4m3")
         assert shadow._rules.base_models == {"one", "two"}
         assert (shadow._accepted, shadow._tolerance) == (0.04, None)
+        assert not shadow._rules.require_opt_in
         assert shadow._sampler._batch_tokens == 2048
         seen.append(await shadow._figures())
 
@@ -185,3 +187,14 @@ def test_stopping_takes_the_tap_away(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.surface.taps[-1] is None
 
     asyncio.run(scenario())
+
+
+def test_a_policy_can_demand_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(shadow: Shadow) -> None:
+        seen.append(shadow._rules.require_opt_in)
+
+    seen: list[bool] = []
+    world = World(monkeypatch, look)
+    world.accepted = ShadowPolicy(require_opt_in=True)
+    asyncio.run(world.probe())
+    assert seen == [True]
