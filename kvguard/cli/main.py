@@ -10,8 +10,13 @@ from typing import Annotated
 import typer
 
 from kvguard import __version__
-from kvguard.cli import demo, policy, record
+from kvguard.cli import demo, fleet, policy, record
+from kvguard.cli.attach import attach
+from kvguard.cli.calibrate import calibrate
+from kvguard.cli.check import check
+from kvguard.cli.engines import engines
 from kvguard.cli.inspect import inspect
+from kvguard.cli.overlay import overlay
 from kvguard.cli.probe import probe, whatif
 from kvguard.cli.serve import serve
 from kvguard.cli.verify import verify
@@ -26,10 +31,16 @@ app = typer.Typer(
     help="Establish, enforce and record the KV cache that a vLLM engine really runs.",
 )
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve)
-app.command()(inspect)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(inspect)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(calibrate)
+app.command()(overlay)
+app.command()(engines)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(check)
 app.command()(verify)
+app.command()(attach)
 app.command()(probe)
 app.command()(whatif)
+app.add_typer(fleet.app, name="fleet", help="Compare the replicas of a fleet.")
 app.add_typer(record.app, name="record", help="Show and compare run records.")
 app.add_typer(policy.app, name="policy", help="Check policy files and print their schema.")
 app.add_typer(demo.app, name="demo", help="The CPU engine, the small model, and the main job on them.")

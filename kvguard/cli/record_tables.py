@@ -41,6 +41,7 @@ def summary(statement: Statement, file: Path) -> Table:
         "refusal": predicate.plan.refusal or "",
         "contradictions": "; ".join(effective.contradictions),
         "scales digest": predicate.scales_digest or _no_scales(effective),
+        "calibration": _calibration(predicate.calibration),
         "policy digest": predicate.policy_digest or "no policy",
         "content digest": predicate.content_digest,
     }
@@ -59,6 +60,14 @@ def _effective(effective: Effective) -> str:
 
 def _no_scales(effective: Effective) -> str:
     return "" if effective.scales is ScaleState.NOT_QUANTIZED else "scales not read"
+
+
+def _calibration(calibration: Mapping[str, Any] | None) -> str:
+    """The way, the artefact and the prompt set of runtime scales, "" without them."""
+    if calibration is None:
+        return ""
+    parts = (f"{name} {calibration[name]}" for name in ("artefact", "prompts") if name in calibration)
+    return ", ".join((str(calibration.get("way", "unknown way")), *parts))
 
 
 def _memory(effective: Effective) -> str:

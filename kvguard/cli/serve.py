@@ -100,6 +100,7 @@ def serve(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of the probes, e.g. rate=0.01; repeatable.")
     ] = None,
     log_json: Annotated[bool, typer.Option(help="Write kvguard's own log as JSON lines.")] = False,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request, without its content.")] = False,
 ) -> None:
     """Start vLLM behind kvguard: explicit KV dtype, proven from the tensors, or refused.
 
@@ -143,7 +144,19 @@ def serve(
         with contextlib.suppress(OSError):  # nobody reads our output; the engine is started all the same
             show_plan(prepared, plan, loaded)
             show_reference(reference)
-        code = _run(prepared, plan, loaded, settings, run_directory, argv, started, management_host, management_port, reference)
+        code = _run(
+            prepared,
+            plan,
+            loaded,
+            settings,
+            run_directory,
+            argv,
+            started,
+            management_host,
+            management_port,
+            reference,
+            access_log,
+        )
     sys.exit(code)
 
 
@@ -239,6 +252,7 @@ def _run(
     management_host: str | None,
     management_port: int,
     reference: ReferenceStart | None,
+    access_log: bool,
 ) -> int:
     """Open the two ports, live the engine's life, close them."""
     board = Board(Gate())
@@ -267,4 +281,5 @@ def _run(
         management_host=management_host,
         management_port=management_port,
         opens=not refused,
+        access_log=access_log,
     )

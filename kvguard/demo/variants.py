@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvguard.demo.cache import exclusive
+from kvguard.reference.overlay import safetensors_bytes
 from kvguard.vocabulary import UsageError
 
 K_SCALE = 0.05
@@ -141,19 +142,6 @@ def scale_tensors(scales: list[tuple[float, float] | None]) -> dict[str, float]:
             tensors[f"model.layers.{layer}.self_attn.k_scale"] = pair[0]
             tensors[f"model.layers.{layer}.self_attn.v_scale"] = pair[1]
     return tensors
-
-
-def safetensors_bytes(values: Mapping[str, float]) -> bytes:
-    """A safetensors file with one float32 tensor of shape [1] for each name.
-
-    Format: little-endian uint64 length of the header, the header as JSON (padded with spaces to 8 bytes), the data.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for position, name in enumerate(values):
-        header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [4 * position, 4 * position + 4]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + struct.pack(f"<{len(values)}f", *values.values())
 
 
 def safetensors_header(file: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from kvguard.checkpoint.models import Declared
 from kvguard.engine.command import Command, FlagUse, as_int
 from kvguard.engine.resolve import Resolution
 from kvguard.facts.launch_modes import LaunchMode, launch_modes
+from kvguard.verdict.runtime_scales import RuntimeScales
 from kvguard.vocabulary import Frozen, UsageError
 
 INSIDE_MODULE = "kvguard_inside"
@@ -121,14 +122,17 @@ def make_plan(
     free_port: int,
     env: Mapping[str, str],
     colour: bool,
+    name: str = "engine",
+    runtime: RuntimeScales | None = None,
 ) -> Plan:
     """The command to run, with its environment and the files it needs.
 
     `executable` replaces the words that named vLLM by absolute paths; `free_port` is given to the engine, which
-    listens on the Unix socket only; `colour` says whether our own standard output is a terminal.
+    listens on the Unix socket only; `colour` says whether our own standard output is a terminal. `name` is that of the
+    socket, and keeps the files of two engines in one run directory apart. `runtime`: how it gets runtime scales.
     """
     edits = _Edits(command)
-    socket = str(run_directory / "engine.sock")
+    socket = str(run_directory / f"{name}.sock")
     listen = listen_of(command)
     edits.drop("--host", "--port", "--uds")
     edits.add("--uds", socket)
@@ -152,6 +156,8 @@ def make_plan(
         edits.note("--api-key moved to a private --config file", "arguments are visible to every user of the machine")
 
     _state_dtype(edits, resolution, declared)
+    if runtime is not None and not runtime.problem:
+        _state_scales(edits, command, runtime)
     _carry_reader(edits, command, new_env, run_directory)
 
     new_env["PYTHONUNBUFFERED"] = "1"
@@ -160,7 +166,7 @@ def make_plan(
         new_env.setdefault("VLLM_LOGGING_COLOR", "1")
         new_env.setdefault("FORCE_COLOR", "1")
 
-    argv, files = edits.result(executable, run_directory)
+    argv, files = edits.result(executable, run_directory, "config.yaml" if name == "engine" else f"{name}.yaml")
     return Plan(
         argv=argv,
         env=new_env,
@@ -189,6 +195,24 @@ def _state_dtype(edits: _Edits, resolution: Resolution, declared: Declared) -> N
         edits.note(f"--hf-overrides without {declared.kv_scheme.where}", resolution.reason)
 
 
+def _state_scales(edits: _Edits, command: Command, runtime: RuntimeScales) -> None:
+    """Have the engine calculate its scales, or load those of an overlay instead of the checkpoint."""
+    if runtime.way == "flag":
+        if not command.present("--calculate-kv-scales"):
+            edits.drop("--calculate-kv-scales")
+            edits.add("--calculate-kv-scales")
+            edits.note("--calculate-kv-scales", runtime.reason)
+        return
+    if command.last("--calculate-kv-scales"):
+        edits.drop("--calculate-kv-scales")
+        edits.note("--calculate-kv-scales removed", runtime.reason)
+    edits.load(runtime.overlay)
+    edits.note(f"model {runtime.overlay}", f"the same weights with calibrated scales; {runtime.reason}")
+    if not command.present("--served-model-name"):
+        edits.add("--served-model-name", command.model)
+        edits.note(f"--served-model-name {command.model}", "clients know the model by the name in the command")
+
+
 def _carry_reader(edits: _Edits, command: Command, env: dict[str, str], run_directory: Path) -> None:
     """Add the reader: a worker extension and a middleware, composed with those the command already has."""
     theirs = command.value("--worker-extension-cls")
@@ -212,11 +236,17 @@ class _Edits:
         self._dropped: set[str] = set()
         self._added: list[str] = []
         self._configured: dict[str, Any] = {}
+        self._model: str | None = None
         self.changes: list[Change] = []
 
     def configure(self, key: str, value: Any) -> None:
         """Say it in the YAML file instead of an argument."""
         self._configured[key] = value
+
+    def load(self, model: str) -> None:
+        """Name another model, wherever the command named its own."""
+        self._model = model
+        self.drop("--model")
 
     def drop(self, *names: str) -> None:
         self._dropped.update(names)
@@ -231,7 +261,9 @@ class _Edits:
         name = use.name.partition(".")[0]  # --hf-overrides.a.b sets --hf-overrides
         return name in self._dropped or (name.startswith("--no-") and "--" + name[5:] in self._dropped)
 
-    def result(self, executable: Sequence[str], run_directory: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    def result(
+        self, executable: Sequence[str], run_directory: Path, config_name: str
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
         command = self._command
         files: dict[str, str] = {}
         arguments = list(command.words.arguments)
@@ -241,13 +273,17 @@ class _Edits:
                 for index in range(use.start, use.start + use.count):
                     keep[index] = False
         gone = {use.key for use in command.uses if not use.count and self._gone(use)}
+        if self._model is not None:
+            flags = {index for use in command.uses for index in range(use.start, use.start + use.count)}
+            keep = [wanted and index in flags for index, wanted in enumerate(keep)]
+            gone |= {key for key in ("model", "model_tag") if key in (command.config_data or {})}
         if gone or self._configured:
             data = {key: value for key, value in (command.config_data or {}).items() if key not in gone}
-            if command.config_path is None and arguments[0].startswith("-"):
+            if self._model is None and command.config_path is None and arguments[0].startswith("-"):
                 # With a file, vLLM takes the model from the first word or from the file (0.32.0 argparse_utils.py:535).
                 data["model"] = command.model
-            files["config.yaml"] = yaml.safe_dump({**data, **self._configured}, sort_keys=False)
-            path = str(run_directory / "config.yaml")
+            files[config_name] = yaml.safe_dump({**data, **self._configured}, sort_keys=False)
+            path = str(run_directory / config_name)
             for use in command.uses:
                 if use.name == "--config" and use.count == 2:
                     arguments[use.start + 1] = path
@@ -256,4 +292,7 @@ class _Edits:
         if gone:
             self.note(f"{command.config_path} copied without {', '.join(sorted(gone))}", "kvguard states or owns them")
         kept = [token for token, wanted in zip(arguments, keep, strict=True) if wanted]
-        return (*executable, *kept, *self._added), files
+        model = [] if self._model is None else [self._model]
+        if model and command.words.launcher == "module":
+            model = ["--model", *model]
+        return (*executable, *model, *kept, *self._added), files

@@ -79,18 +79,19 @@ def resolve(
     quantization_config: Mapping[str, Any],
     *,
     platform: str | None = None,
+    calculate: bool | None = None,
 ) -> Resolution:
     """Decide the KV dtype. Never raises for a policy conflict: `problem` carries it, for the record.
 
     `quantization_config` is the checkpoint's block as written, for the case that its KV scheme must be stripped;
-    `platform` is "cpu" for a CPU build.
+    `platform` is "cpu" for a CPU build; `calculate` whether --calculate-kv-scales will be on, None: as written.
     """
     use = command.last("--kv-cache-dtype")
     written = use.values[-1] if use and use.values else None
     typed = None if written in (None, "auto") else written
     typed_by = use.where if use else ""
     model_dtype = model_dtype_of(command, declared)
-    calculated = command.present("--calculate-kv-scales")
+    calculated = command.present("--calculate-kv-scales") if calculate is None else calculate
 
     def predicted(value: str | None, files: Declared = declared) -> Prediction:
         return predict(version, value, files, model_dtype=model_dtype, calculate_kv_scales=calculated, platform=platform)

@@ -46,10 +46,25 @@ class MetricsPage:
     @property
     def engines(self) -> int | None:
         """How many data-parallel engines the page speaks of; None when it has no series of an engine."""
-        if not self.series:
+        engines = [name for name in self.series if name.startswith("vllm:")]
+        if not engines:
             return None
-        labels = {sample.labels.get("engine", "0") for samples in self.series.values() for sample in samples}
-        return len(labels)
+        return len({sample.labels.get("engine", "0") for name in engines for sample in self.series[name]})
+
+
+class Marks(Frozen):
+    """What tells one run of an engine from the next: when its process began (Unix seconds), and a counter that only grows."""
+
+    process_start: float | None = None
+    generated_total: float | None = None
+
+    def other_run(self, later: Marks) -> str:
+        """Why `later` is of another run than this, "" when nothing says so."""
+        if None not in (self.process_start, later.process_start) and self.process_start != later.process_start:
+            return "its process began at another time"
+        if self.generated_total is not None and later.generated_total is not None:
+            return "its counters began again" if later.generated_total < self.generated_total else ""
+        return ""
 
 
 class EngineFigures(Frozen):
@@ -117,6 +132,13 @@ def claims(page: MetricsPage) -> tuple[Claim, ...]:
             found.append(_claim("kv_cache_dtype_skip_layers", skipped, "kv_cache_dtype_skip_layers"))
     unique = {(claim.field, str(claim.value)): claim for claim in reversed(found)}
     return tuple(reversed(unique.values()))
+
+
+def marks(page: MetricsPage) -> Marks:
+    """The page's marks of its engine's run."""
+    return Marks(
+        process_start=_sum(page.first_named("process_start")[1]), generated_total=_sum(page.first_named("generated_total")[1])
+    )
 
 
 def gauges(page: MetricsPage, effective: Effective, limit: int | None) -> EngineFigures:

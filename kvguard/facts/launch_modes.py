@@ -13,12 +13,12 @@ class LaunchMode(Frozen):
     """One way to launch vLLM that needs a decision.
 
     `when` holds one of: {flag, present}, {flag, above: n}, {flag, equals: [...]}, {env, truthy}, {subcommand}.
-    `refused` modes end before any GPU time; `degraded` ones say what is lost.
+    `refused` modes end before any GPU time; `degraded` ones say what is lost. A command that uses none is supported.
     """
 
     id: str
     when: dict[str, Any]
-    support: Literal["refused", "degraded"]
+    support: Literal["supported", "degraded", "refused"]
     because: str
     do: str
     source: str

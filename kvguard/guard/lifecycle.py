@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,22 +19,30 @@ from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.log import LogReader
 from kvguard.evidence.replies import Limits
 from kvguard.guard.board import Board
+from kvguard.guard.calibrated import FirstBatch, calibrate_by_first_batch, calibration_check
+from kvguard.guard.drift import Change as DriftChange
+from kvguard.guard.drift import Drift
+from kvguard.guard.file_watch import watch_files
+from kvguard.guard.last_words import write_last_words
 from kvguard.guard.prepare import Prepared
-from kvguard.guard.run_record import record_input
+from kvguard.guard.reference_start import ReferenceStart
+from kvguard.guard.rewatch import DriftWatch, Verified
+from kvguard.guard.run_record import drift_document, post_record, record_input
 from kvguard.guard.settings import Settings
 from kvguard.guard.shadowing import probe_traffic
 from kvguard.guard.state import Event
+from kvguard.guard.stopping import Stop, drain
 from kvguard.guard.surface import Surface
-from kvguard.guard.verify import Evidence, verify_engine
-from kvguard.policy.models import OnRegression, OnViolation, Policy, ShadowPolicy
-from kvguard.record.build import build_record
-from kvguard.record.digest import content_digest
+from kvguard.guard.verify import Evidence, asleep, verify_engine
+from kvguard.policy.models import DriftPolicy, OnRegression, OnViolation, Policy, ShadowPolicy
 from kvguard.record.statement import Change, Verdict
-from kvguard.record.store import write_record
 from kvguard.verdict.checks import describe, judge, prediction_check, violates, violations
 from kvguard.vocabulary import Check, CheckResult, Claim, Effective, ExitCode, UsageError
 
 log = structlog.get_logger("kvguard")
+Work = Callable[[EngineClient, str, Limits], Coroutine[Any, Any, None]]
+"""Something to do with a proven engine: its client, the secret of its inside, its limits."""
+
 _LAST_BREATH = 1.0  # seconds between an engine's first unanswered request and its end
 
 
@@ -55,8 +61,20 @@ class Guard:
         *,
         argv: tuple[str, ...],
         started: float,
+        reference: ReferenceStart | None = None,
+        work: Work | None = None,
+        outputs: tuple[int, int] = (1, 2),
     ) -> None:
-        """`started` is when kvguard itself began, on `time.monotonic`'s clock; `argv` the command as written."""
+        """`started` is when kvguard itself began, on `time.monotonic`'s clock; `argv` the command as written.
+
+        `reference` is the engine that shadow probes score with, where kvguard starts it. `work` is done with the proven
+        engine instead of serving it; `outputs` are the file descriptors that the engine's log goes to.
+        """
+        self._work = work
+        self._outputs = outputs
+        self._first_batch: FirstBatch | None = None
+        self._answered: tuple[Check, ...] = ()
+        self._reference = reference
         self._prepared = prepared
         self._plan = plan
         self._policy = policy
@@ -66,8 +84,8 @@ class Guard:
         self._run = run_directory
         self._argv = argv
         self._log = LogReader()
-        self._stops = 0
-        self._stop = asyncio.Event()
+        self._stop = Stop()
+        self._watching: DriftWatch | None = None
         self._times: dict[str, float] = {"before_start_s": time.monotonic() - started}
         self._on_violation = policy.on_violation if policy is not None else OnViolation.REFUSE
         self._limits = Limits()
@@ -76,8 +94,12 @@ class Guard:
 
     def request_stop(self) -> None:
         """Begin to stop; a second call ends the waiting for requests."""
-        self._stops += 1
-        self._stop.set()
+        self._stop.request()
+
+    def request_changed(self, path: str, *, answered: bool) -> None:
+        """A request that can change the engine came, or was answered. May be called from any thread."""
+        if self._watching is not None:
+            self._watching.request_changed(path, answered=answered)
 
     async def run(self) -> int:
         """Live the engine's whole life. Returns an exit code of `ExitCode`."""
@@ -93,7 +115,7 @@ class Guard:
             self._warn(self._prepared.checks)
         assert self._plan is not None  # noqa: S101 (only a refused start has no plan)
         secrets = (*self._plan.api_keys, self._run.secret)
-        engine = EngineProcess(self._plan.argv, self._plan.env, on_bytes=self._log.feed, secrets=secrets)
+        engine = EngineProcess(self._plan.argv, self._plan.env, on_bytes=self._log.feed, secrets=secrets, outputs=self._outputs)
         key = self._plan.api_keys[0] if self._plan.api_keys else None
         try:
             self._run.remember_engine(engine.pid)
@@ -101,7 +123,7 @@ class Guard:
             async with EngineClient(str(self._run.socket), key) as client:
                 return await self._guard(engine, client)
         finally:
-            await engine.stop(self._reserve if self._stops < 2 else 0.1)
+            await engine.stop(self._reserve if self._stop.count < 2 else 0.1)
 
     async def _guard(self, engine: EngineProcess, client: EngineClient) -> int:
         """From the started engine to the end: prove it unless it ends or we are stopped before, then serve it."""
@@ -110,7 +132,7 @@ class Guard:
         ended = asyncio.create_task(engine.wait())
         try:
             await asyncio.wait({proving, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set():
+            if self._stop.asked:
                 return self._stopped_early()
             if not proving.done():
                 return await self._failed_to_start(engine)
@@ -145,7 +167,10 @@ class Guard:
             return self._fail(describe(garbage))
         self._warn(blocking)
         self._open(evidence, checks)
-        return await self._serve(engine, client)
+        if self._work is not None:
+            return await self._do(self._work(client, self._run.secret, self._limits), engine)
+        first = Verified(evidence=evidence, checks=checks, engine_version=self._prepared.engine.version)
+        return await self._serve(engine, client, first)
 
     async def _prove(self, client: EngineClient) -> tuple[Evidence, tuple[Check, ...]] | None:
         """Wait for /health, then verify; None when the engine is not healthy in time."""
@@ -158,7 +183,23 @@ class Guard:
             return None
         self._times["engine_start_s"] = self._clock() - begun
         self._board.move(Event.ENGINE_HEALTHY, "the engine answers; its KV cache is being verified")
+        if self._prepared.runtime is not None and self._prepared.runtime.way == "flag":
+            await self._calibrate(client)
         return await self._verify(client)
+
+    async def _calibrate(self, client: EngineClient) -> None:
+        """Be the engine's first request, since only the first forward pass fixes the scales."""
+        begun = self._clock()
+        prepared = self._prepared
+        card = next(iter(model_cards(await client.models())), {})
+        name = str(card.get("id", prepared.command.model))
+        first = await calibrate_by_first_batch(client, self._run.secret, name, prepared.prompts, prepared.declared)
+        self._first_batch = first
+        self._times["calibration_s"] = self._clock() - begun
+        if first.problem:
+            log.error("not calibrated", reason=first.problem)
+        else:
+            log.info("calibrated by the first batch", tokens=first.tokens, prompts=prepared.prompts.digest)
 
     def _stopped_early(self) -> int:
         self._board.move(Event.STOP_REQUESTED, "stopped while starting")
@@ -187,7 +228,7 @@ class Guard:
 
     async def _verify(self, client: EngineClient) -> tuple[Evidence, tuple[Check, ...]]:
         """Canaries first, then evidence, so that a one-shot calibration has seen tokens before it is read."""
-        prepared, policy = self._prepared, self._policy
+        prepared = self._prepared
         declared = prepared.declared
         begun = self._clock()
         card = next(iter(model_cards(await client.models())), {})
@@ -203,34 +244,52 @@ class Guard:
         dummy = prepared.command.value("--load-format") == "dummy"
         self._times["canaries_s"] = self._clock() - begun
         begun = self._clock()
-        typed = prepared.command.values("--kv-cache-dtype-skip-layers")
+        self._answered = (canary_check(canaries, dummy_weights=dummy),)
+        evidence, checks = await self._examine(client)
+        for problem in evidence.problems:
+            log.warning("evidence could not be read", source=problem)
+        self._times["evidence_s"] = self._clock() - begun
+        if evidence.tensors and evidence.tensors.replies:
+            self._limits = evidence.tensors.replies[0].limits
+        return evidence, checks
+
+    async def _examine(self, client: EngineClient) -> tuple[Evidence, tuple[Check, ...]]:
+        """Read every source and judge it. The canaries' check is that of the start."""
+        prepared, policy = self._prepared, self._policy
         evidence = await verify_engine(
             client,
             secret=self._run.secret,
             log=self._log,
             version=prepared.engine.version,
-            declared=declared,
+            declared=prepared.declared,
             prediction=prepared.resolution.prediction,
-            calculated=prepared.command.present("--calculate-kv-scales"),
-            allowed_sixteen_bit=policy.kv_cache.skip_layers if policy is not None else typed,
+            calculated=prepared.calculated,
+            calibrated=prepared.runtime is not None and bool(prepared.runtime.overlay),
+            allowed_sixteen_bit=(
+                policy.kv_cache.skip_layers if policy is not None else prepared.command.values("--kv-cache-dtype-skip-layers")
+            ),
         )
-        for problem in evidence.problems:
-            log.warning("evidence could not be read", source=problem)
         checks = (
-            canary_check(canaries, dummy_weights=dummy),
+            *self._answered,
             *judge(
                 policy,
                 evidence.effective,
                 model_dtype=_model_dtype(evidence) or prepared.resolution.model_dtype,
                 engine_version=prepared.engine.version or None,
-                declared=declared,
+                declared=prepared.declared,
             ),
             prediction_check(prepared.resolution.prediction.dtype, evidence.effective),
         )
-        self._times["evidence_s"] = self._clock() - begun
-        if evidence.tensors and evidence.tensors.replies:
-            self._limits = evidence.tensors.replies[0].limits
+        if self._first_batch is not None:
+            checks = (*checks, calibration_check(self._first_batch, evidence.tensors, prepared.prompts))
         return evidence, checks
+
+    async def _again(self, client: EngineClient) -> Verified | str:
+        """One verification while serving; a sleeping engine is not asked."""
+        if reason := await asleep(client):
+            return reason
+        evidence, checks = await self._examine(client)
+        return Verified(evidence=evidence, checks=checks, engine_version=self._prepared.engine.version)
 
     def _open(self, evidence: Evidence, checks: tuple[Check, ...]) -> None:
         """Write the record, then open the gate."""
@@ -238,9 +297,10 @@ class Guard:
         self._record(evidence, checks, verdict, None)
         effective = evidence.effective
         self._show(evidence, checks)
-        self._board.move(Event.VERDICT_ALLOWS, "serving")
+        what = "serving" if self._work is None else "proven"
+        self._board.move(Event.VERDICT_ALLOWS, what)
         log.info(
-            "serving",
+            what,
             kv_cache_dtype=effective.dtype,
             kv_scales=str(effective.scales),
             confidence=str(effective.confidence),
@@ -251,7 +311,19 @@ class Guard:
     def _show(self, evidence: Evidence, checks: tuple[Check, ...]) -> None:
         self._board.update(effective=evidence.effective, checks=checks, last_verified=time.time())
 
-    def _record(self, evidence: Evidence | None, checks: tuple[Check, ...], verdict: Verdict, refusal: str | None) -> None:
+    def _record_drift(self, found: Verified, drift: Drift) -> None:
+        verdict: Verdict = "warn" if violates(found.checks) else "serve"
+        self._record(found.evidence, found.checks, verdict, None, drift=drift.changes)
+
+    def _record(
+        self,
+        evidence: Evidence | None,
+        checks: tuple[Check, ...],
+        verdict: Verdict,
+        refusal: str | None,
+        *,
+        drift: tuple[DriftChange, ...] = (),
+    ) -> None:
         """Write the run record. Failing to write it is reported and closes nothing that is already open."""
         begun = self._clock()
         observed: tuple[Claim, ...] = evidence.claims if evidence else ()
@@ -271,22 +343,8 @@ class Guard:
         )
         times = self._times
         times["added_s"] = times["before_start_s"] + times.get("evidence_s", 0.0) + (self._clock() - begun)
-        given = given.model_copy(update={"undigested": self._undigested(evidence)})
-        record = build_record(given)
-        now = datetime.now(UTC)
-        try:
-            path = write_record(record, self._settings.record_directory, now.strftime("%Y%m%dT%H%M%S.%fZ"))
-        except (OSError, UsageError) as error:
-            log.error("run record could not be written", directory=str(self._settings.record_directory), error=str(error))
-            path = None
-        self._board.record = record
-        self._board.claims = (
-            *self._prepared.requested,
-            *self._prepared.declared.claims,
-            *self._prepared.resolution.prediction.claims,
-            *observed,
-        )
-        self._board.update(record_digest=content_digest(record), record_path=str(path or ""))
+        more = {"undigested": self._undigested(evidence), "drift": drift_document(drift)}
+        post_record(self._board, given.model_copy(update=more), self._settings.record_directory)
 
     def _undigested(self, evidence: Evidence | None) -> dict[str, Any]:
         return {
@@ -321,19 +379,29 @@ class Guard:
         return ExitCode.POLICY_VIOLATION
 
     def _last_words(self, line: str) -> None:
-        """One line to the orchestrator's termination log."""
-        path = self._settings.termination_log
-        if path is None:
-            return
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-        except OSError as error:  # a FIFO without a reader, say: nobody will read it
-            log.warning("termination log cannot be written", path=str(path), error=error.strerror)
-            return
-        with contextlib.suppress(OSError), os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(line[:2000] + "\n")
+        write_last_words(self._settings.termination_log, line)
 
-    async def _serve(self, engine: EngineProcess, client: EngineClient) -> int:
+    async def _do(self, work: Coroutine[Any, Any, None], engine: EngineProcess) -> int:
+        """Do the work that this engine was started for. What it raises ends the engine, and is raised again."""
+        working = asyncio.create_task(work)
+        stopping = asyncio.create_task(self._stop.wait())
+        ended = asyncio.create_task(engine.wait())
+        try:
+            await asyncio.wait({working, stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return await self._died(engine, "")
+            if working.done():
+                working.result()
+            self._board.move(Event.STOP_REQUESTED, "done" if working.done() else "stopped before the work was done")
+            self._board.move(Event.STOPPED, self._board.status.reason)
+            return ExitCode.CLEAN
+        finally:
+            for task in (working, stopping, ended):
+                task.cancel()
+            await asyncio.gather(working, stopping, ended, return_exceptions=True)
+
+    async def _serve(self, engine: EngineProcess, client: EngineClient, first: Verified) -> int:
+        reproving = asyncio.create_task(self._reprove(client, first))
         shadowing = asyncio.create_task(self._probes(client))
         watching = asyncio.create_task(self._watch(client))
         stopping = asyncio.create_task(self._stop.wait())
@@ -343,16 +411,26 @@ class Guard:
             if ended.done() or watching.done():
                 return await self._died(engine, watching.result() if watching.done() else "")
             shadowing.cancel()
-            draining = asyncio.create_task(self._drain())
+            reproving.cancel()
+            draining = asyncio.create_task(drain(self._board, self._surface, self._settings, self._stop, reserve=self._reserve))
             await asyncio.wait({draining, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not draining.done():
                 draining.cancel()
                 return await self._died(engine, "")
             return ExitCode.CLEAN
         finally:
-            for task in (watching, stopping, ended, shadowing):
+            for task in (watching, stopping, ended, shadowing, reproving):
                 task.cancel()
-            await asyncio.gather(watching, stopping, ended, shadowing, return_exceptions=True)
+            await asyncio.gather(watching, stopping, ended, shadowing, reproving, return_exceptions=True)
+
+    async def _reprove(self, client: EngineClient, first: Verified) -> None:
+        """Verify again on a timer, after requests that change the engine, and when the checkpoint's files change."""
+        policy = self._policy.drift if self._policy is not None else DriftPolicy()
+        every = self._settings.reverify
+        watch = DriftWatch(self._board, first, lambda: self._again(client), self._record_drift, policy, every=every)
+        self._watching = watch
+        files = watch_files(self._prepared.declared.directory, watch.ask, self._settings.refresh)
+        await asyncio.gather(watch.run(), files)
 
     def _probes(self, client: EngineClient) -> Coroutine[Any, Any, None]:
         return probe_traffic(
@@ -363,6 +441,8 @@ class Guard:
             self._surface,
             limits=self._limits,
             model=self._prepared.command.model,
+            launch=self._reference,
+            run_directory=self._run,
             accepted=self._policy.shadow if self._policy is not None else ShadowPolicy(),
         )
 
@@ -386,7 +466,7 @@ class Guard:
         unhealthy = 0
         while True:
             # 503 is vLLM's word for a dead engine; no answer at all may only be a busy one.
-            self._board.update(unready=self._regression())
+            self._board.update(unready=self._regression() or (self._watching.unready if self._watching else ""))
             if not self._surface.alive:
                 return "goes on, but kvguard's own API port failed"
             unhealthy = unhealthy + 1 if (await client.health()).status == 503 else 0
@@ -412,26 +492,6 @@ class Guard:
             return ""
         report = shadow.report
         return f"quality regression: {report.reason}" if report.state == "regression" else ""
-
-    async def _drain(self) -> None:
-        """Unready at once; accept while routers take note; then finish what is in flight within the grace."""
-        begun = self._clock()
-        settings = self._settings
-        self._board.move(Event.STOP_REQUESTED, "draining")
-        log.info("draining", settle_s=settings.settle, grace_s=settings.grace)
-        deadline = begun + settings.grace - self._reserve
-        settled = min(begun + settings.settle, deadline)
-        while self._stops < 2 and self._clock() < settled:
-            await asyncio.sleep(0.05)
-        self._surface.stop_accepting()
-        idle = False
-        while not idle and self._stops < 2 and self._clock() < deadline:
-            idle = await asyncio.to_thread(self._surface.wait_idle, 0.1)
-        if not idle and not self._surface.wait_idle(0):
-            why = "a second signal" if self._stops > 1 else "the grace period is over"
-            log.warning("requests in flight are cut off", because=why, grace_s=settings.grace)
-        self._board.move(Event.STOPPED, "stopped")
-        log.info("drained", seconds=round(self._clock() - begun, 2))
 
 
 def _model_dtype(evidence: Evidence) -> str | None:

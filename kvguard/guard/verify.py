@@ -39,6 +39,7 @@ async def verify_engine(
     calculated: bool,
     allowed_sixteen_bit: tuple[str, ...],
     given_bytes: int | None = None,
+    calibrated: bool = False,
 ) -> Evidence:
     """Read tensors (when a `secret` opens the inside), metrics and log; compute capacity; reconcile.
 
@@ -66,6 +67,7 @@ async def verify_engine(
         predicted_scales=prediction.scales if prediction else None,
         calculated=calculated,
         allowed_sixteen_bit=allowed_sixteen_bit,
+        calibrated=calibrated,
     )
     tensor_claims = tensor_evidence.claims(tensors) if tensors is not None else ()
     return Evidence(
@@ -75,6 +77,18 @@ async def verify_engine(
         tensors=tensors,
         problems=tuple(problems),
     )
+
+
+async def asleep(client: EngineClient) -> str:
+    """Why the workers must not be asked now: reading scales that are unmapped while an engine sleeps would end it.
+
+    "" when it is awake, or has no /is_sleeping (outside development mode nobody can put it to sleep over HTTP).
+    """
+    answer = await client.get_json("/is_sleeping")
+    if answer.status is None:
+        return f"the engine did not say whether it sleeps: {answer.problem}"
+    sleeping = answer.body.get("is_sleeping") if answer.ok and isinstance(answer.body, dict) else False
+    return "the engine sleeps; it is verified again when it wakes" if sleeping is True else ""
 
 
 async def _read_tensors(client: EngineClient, secret: str | None, problems: list[str]) -> TensorReading | None:

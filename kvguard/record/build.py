@@ -42,8 +42,9 @@ class RecordInput(Frozen):
 
     `engine` identifies it: version, package, the interpreter's version. `layers` is what the tensors showed,
     one dict for each rank and layer (`rank`, `name`, `k_scale`, …). `connectors` names KV connectors and
-    external stores, whose contents were written with somebody's scales. `undigested` is for what differs from
-    start to start: timings, raw log lines, process ids, paths, ports, `started_at`.
+    external stores, whose contents were written with somebody's scales. `calibration` says from which prompts, by which
+    artefact, runtime scales came. `drift` is what differs from what was established: {field, before, after}. `undigested`
+    is for what differs from start to start: timings, raw log lines, process ids, paths, ports, `started_at`.
     """
 
     subjects: tuple[Subject, ...] = ()
@@ -63,6 +64,8 @@ class RecordInput(Frozen):
     expected_ranks: int | None = None
     ranks: int | None = None
     connectors: tuple[Json, ...] = ()
+    calibration: dict[str, Json] | None = None
+    drift: tuple[dict[str, Json], ...] = ()
     undigested: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -108,6 +111,10 @@ def build_record(given: RecordInput, secrets: Sequence[str] = ()) -> dict[str, A
             "scales_digest": scales_digest(layers) if has_scales else None,
         },
     }
+    if given.calibration is not None:
+        statement["predicate"]["calibration"] = normalize_json(given.calibration, clean)
+    if given.drift:
+        statement["predicate"]["drift"] = normalize_json(given.drift, clean)
     statement["predicate"]["content_digest"] = content_digest(statement)
     statement["predicate"]["undigested"] = {
         **jsonable({**given.undigested, "argv": argv}, redacted, exact_float),

@@ -55,6 +55,8 @@ def _differences(a: Statement, b: Statement) -> Iterator[Difference]:
     yield from _members("argv", _options(pa.plan.argv), _options(pb.plan.argv))
     yield from _members("plan", _plan(a), _plan(b))
     yield from _members("policy", _flat(pa.policy), _flat(pb.policy))
+    yield from _members("calibration", _flat(pa.calibration), _flat(pb.calibration))
+    yield from _members("drift", _drifted(a), _drifted(b))
     yield from _members("connectors", {"": list(pa.connectors)}, {"": list(pb.connectors)})
     yield from _layers(a.layers, b.layers)
 
@@ -116,6 +118,10 @@ def _options(argv: Sequence[str]) -> dict[str, Json]:
 def _plan(statement: Statement) -> dict[str, Json]:
     plan = statement.predicate.plan
     return {"changes": [f"{change.what}: {change.why}" for change in plan.changes], "refusal": plan.refusal}
+
+
+def _drifted(statement: Statement) -> dict[str, str]:
+    return {str(one.get("field")): f"{one.get('before')} before, {one.get('after')}" for one in statement.predicate.drift}
 
 
 def _flat(value: Mapping[str, Any] | None, prefix: str = "") -> dict[str, Json]:

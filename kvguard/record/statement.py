@@ -99,6 +99,8 @@ class Predicate(_Shape):
     expected_ranks: int | None
     ranks: int | None
     connectors: tuple[Json, ...]
+    calibration: dict[str, Any] | None = None
+    drift: tuple[dict[str, Any], ...] = ()
     scales_digest: str | None = Field(pattern=_PREFIXED_SHA256)
     content_digest: str = Field(pattern=_PREFIXED_SHA256)
     undigested: dict[str, Any]

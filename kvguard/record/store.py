@@ -74,8 +74,12 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises UsageError, one line, for a file that cannot be read or is above 32 MiB, for what is not a run
     record (naming the member), and for one whose digested part was changed after it was written.
     """
-    content = read_regular_file(path, MAX_BYTES, "record")
-    name = printable(str(path))
+    return parse_record(read_regular_file(path, MAX_BYTES, "record"), str(path))
+
+
+def parse_record(content: bytes, name: str) -> dict[str, Any]:
+    """The record in these bytes, checked as `read_record` does; `name` says in errors where they were read."""
+    name = printable(name)
     try:
         Statement.model_validate_json(content)
         statement: dict[str, Any] = json.loads(content, object_pairs_hook=_once, parse_constant=_no_constant)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvguard.engine.client import EngineClient
-from kvguard.reference.models import Choice, Decode, Pass
+from kvguard.reference.models import EXACT, Choice, Decode, Pass
+from kvguard.reference.ranges import Ranges, over_ranks
 
 DEADLINE = 120.0
 """Seconds to wait for a pass: it waits for the step in progress, and a pass over a full batch is a long prefill."""
@@ -28,7 +29,7 @@ class _Reply(BaseModel):
     reasons: tuple[str, ...] = ()
     max_tokens: int | None = None
     passes: tuple[dict[str, Any], ...] = ()
-    amax: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] | None = None
+    ranges: Ranges | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,14 @@ class PassResult:
 
     passes: tuple[Pass, ...] = ()
     seconds: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RangeResult:
+    """What keys and values span in one sequence, all ranks together; or why that is not known."""
+
+    ranges: Ranges = field(default_factory=dict)
     problem: str = ""
 
 
@@ -89,6 +98,21 @@ async def run_passes(client: EngineClient, secret: str, decode: Decode, choices:
     if len(passes) != len(choices):
         return PassResult(seconds=seconds, problem=f"{len(choices)} passes were asked for, {len(passes)} came")
     return PassResult(passes=passes, seconds=seconds)
+
+
+async def measure_ranges(client: EngineClient, secret: str, ids: Sequence[int]) -> RangeResult:
+    """Run one exact pass over a sequence of at least two tokens, and say what each layer's keys and values span."""
+    question = {"ids": list(ids), "start": len(ids) - 1, "at": [[]], "passes": [EXACT.as_question()], "ranges": True}
+    replies, problem = await _ask(client, "reference", secret, question)
+    if problem:
+        return RangeResult(problem=problem)
+    found = [reply.ranges for reply in sorted(replies, key=lambda reply: reply.rank or 0) if reply.ranges]
+    if len(found) != len(replies):
+        return RangeResult(problem=f"{len(found)} of {len(replies)} ranks measured their keys and values")
+    try:
+        return RangeResult(ranges=over_ranks(found))
+    except ValueError as error:
+        return RangeResult(problem=str(error))
 
 
 async def _ask(

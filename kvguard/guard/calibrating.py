@@ -1,0 +1,180 @@
+"""Calibrating a checkpoint: a guarded 16-bit engine, reference passes over the prompts, and the artefact they give."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from kvguard.engine.client import EngineClient, model_cards
+from kvguard.engine.run_directory import RunDirectory
+from kvguard.evidence.replies import Limits
+from kvguard.facts.calibration import pass_missing
+from kvguard.guard.board import Board
+from kvguard.guard.gate import Gate
+from kvguard.guard.lifecycle import Guard
+from kvguard.guard.prepare import Prepared, plan_for, prepare, understand
+from kvguard.guard.settings import Settings
+from kvguard.guard.surface import Tap
+from kvguard.policy.models import MODEL_DTYPE, KVCachePolicy, Policy
+from kvguard.reference.artefact import Calibration, Options, overlays_directory, save_calibration
+from kvguard.reference.calibrate import Measured, Progress, measure
+from kvguard.reference.overlay import why_dropped
+from kvguard.reference.prompts import PromptSet
+from kvguard.reference.scales import Scales, report_layers, scales_from
+from kvguard.vocabulary import Confidence, ExitCode, Frozen, Json, PolicyRefusal, UsageError
+
+SIXTEEN_BIT = Policy(kv_cache=KVCachePolicy(dtype=(MODEL_DTYPE,), min_confidence=Confidence.PROVEN))
+"""What the measuring engine must run: nothing that is measured may come out of a quantized cache."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LEFT_OUT = frozenset({"--kv-cache-dtype", "--kv-cache-dtype-skip-layers", "--calculate-kv-scales"})
+
+
+class Calibrated(Frozen):
+    """A finished calibration and its report, as JSON."""
+
+    calibration: Calibration
+    report: dict[str, Json]
+
+
+class NoSurface:
+    """The data plane of an engine that serves nobody."""
+
+    alive = True
+
+    def stop_accepting(self) -> None:
+        """Nothing is accepted."""
+
+    def wait_idle(self, timeout_s: float) -> bool:  # noqa: ARG002
+        """Nothing is in flight."""
+        return True
+
+    def set_tap(self, tap: Tap | None) -> None:
+        """There is no traffic."""
+
+
+def calibrate(
+    argv: Sequence[str],
+    prompts: PromptSet,
+    env: Mapping[str, str],
+    *,
+    headroom: float,
+    settings: Settings,
+    out: Path | None = None,
+    outputs: tuple[int, int] = (1, 2),
+    told: Callable[[Prepared], None] = lambda prepared: None,  # noqa: ARG005
+    progress: Progress,
+) -> Calibrated | int:
+    """Start `argv`'s engine in 16 bit, measure, and write the artefact.
+
+    Returns an exit code instead when the engine was not proven, and the guard has logged why; 0 when it was stopped first.
+    `told` sees the start before it is made. Raises UsageError for a command that cannot be, PolicyRefusal for a checkpoint
+    whose scales would not be loaded or whose attention the pass does not reproduce, EngineFailed for no answer.
+    """
+    words = sixteen_bit_words(argv, env)
+    prepared = prepare(words, SIXTEEN_BIT, env, prompts=prompts)
+    version, directory = prepared.engine.version, prepared.declared.directory
+    if missing := pass_missing(version):
+        raise PolicyRefusal(f"vLLM {version} cannot calibrate: {missing.reason} ({missing.source})")
+    if reason := why_dropped(version, prepared.files, prepared.declared):
+        raise PolicyRefusal(f"{directory}: {reason}")
+    told(prepared)
+    measured: list[Measured] = []
+
+    async def work(client: EngineClient, secret: str, limits: Limits) -> None:
+        card = next(iter(model_cards(await client.models())), {})
+        found = await measure(
+            client,
+            secret,
+            str(card.get("id", prepared.command.model)),
+            prompts,
+            chat_template=prepared.declared.has_chat_template,
+            max_model_len=limits.max_model_len,
+            progress=progress,
+        )
+        measured.append(found)
+
+    async def live(run_directory: RunDirectory) -> int:
+        plan = plan_for(prepared, run_directory, env, colour=False)
+        for name, content in plan.files.items():
+            run_directory.write(name, content)
+        guard = Guard(
+            prepared,
+            plan,
+            SIXTEEN_BIT,
+            settings,
+            Board(Gate()),
+            NoSurface(),
+            run_directory,
+            argv=words,
+            started=time.monotonic(),
+            work=work,
+            outputs=outputs,
+        )
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, guard.request_stop)
+        return await guard.run()
+
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        with RunDirectory(env) as run_directory:
+            code = asyncio.run(live(run_directory))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if code != ExitCode.CLEAN or not measured:
+        return code
+    return _written(prepared, prompts, measured[0], headroom, out, env)
+
+
+def sixteen_bit_words(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """The command without what it says about a quantized cache; what a --config file says of it is overruled."""
+    _, command = understand(argv, env)
+    gone = {
+        index
+        for use in command.uses
+        if use.name.replace("--no-", "--", 1) in _LEFT_OUT
+        for index in range(use.start, use.start + use.count)
+    }
+    kept = tuple(word for index, word in enumerate(command.words.arguments) if index not in gone)
+    for use in command.uses:
+        if not use.count and use.name in _LEFT_OUT - {"--kv-cache-dtype"}:
+            raise UsageError(f"{use.where}: belongs to a quantized cache; calibrate with a command that does not set it")
+    return (*command.words.prefix, *kept, "--kv-cache-dtype", "auto")
+
+
+def _written(
+    prepared: Prepared,
+    prompts: PromptSet,
+    measured: Measured,
+    headroom: float,
+    out: Path | None,
+    env: Mapping[str, str],
+) -> Calibrated:
+    scales: Scales = scales_from(measured.ranges, headroom)
+    dtype = prepared.resolution.model_dtype or "unknown"
+    report: dict[str, Json] = {
+        "model": os.path.basename(os.path.abspath(prepared.declared.directory)),
+        "engine": prepared.engine.full_version,
+        "prompts": {"digest": prompts.digest, "texts": len(prompts.prompts), "tokens": measured.tokens},
+        "formula": f"scale = max|x| × {headroom:g} ÷ 448, rounded up to 8 significant bits",
+        "layers": report_layers(measured.ranges, scales),
+    }
+    calibration = save_calibration(
+        files=prepared.files,
+        declared=prepared.declared,
+        digests=prepared.digests,
+        engine=prepared.engine.version,
+        prompts=prompts.digest,
+        options=Options(headroom=headroom, model_dtype=dtype),
+        scales=scales,
+        report=report,
+        directory=overlays_directory(env),
+        out=out,
+    )
+    return Calibrated(calibration=calibration, report=report)
