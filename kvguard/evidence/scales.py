@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from enum import Enum
 
 from kvguard.checkpoint.models import Declared
@@ -10,6 +11,7 @@ from kvguard.evidence.replies import LayerReply, RankReply, TensorReading
 from kvguard.evidence.tensors import SCALE_TOLERANCE, invalid_scales
 from kvguard.vocabulary import DYNAMIC_SCALE_DTYPES, ScaleState, width_bits
 
+_FLOAT32_MAX = 3.4e38
 _SHOWN = 4
 
 
@@ -99,7 +101,8 @@ def _side(values: tuple[float, ...], stored: tuple[float, ...] | None, reply: Ra
     if stored is None:
         return _Origin.UNIT if unit else _Origin.OTHER
     mine = _of_this_rank(stored, len(values), reply)
-    if mine is not None and _equal(values, mine):
+    # ModelOpt's loader keeps scales in the model's dtype (0.32.0 quantization/modelopt.py; seen on bfloat16).
+    if mine is not None and (_equal(values, mine) or _equal(values, tuple(map(_bfloat16, mine)))):
         return _Origin.UNIT_LOADED if unit else _Origin.LOADED
     # MI300-class ROCm stores e4m3fnuz, and vLLM doubles loaded scales there (0.32.0 quantization/kv_cache.py).
     if mine is not None and (layer.backend or "").startswith("ROCM") and _equal(values, tuple(2 * v for v in mine)):
@@ -122,6 +125,15 @@ def _equal(values: tuple[float, ...], expected: tuple[float, ...]) -> bool:
     return len(values) == len(expected) and all(
         math.isclose(a, b, rel_tol=SCALE_TOLERANCE) for a, b in zip(values, expected, strict=True)
     )
+
+
+def _bfloat16(value: float) -> float:
+    """The nearest bfloat16, ties to even: the upper half of a float32."""
+    if not math.isfinite(value) or abs(value) > _FLOAT32_MAX:
+        return value
+    bits = int.from_bytes(struct.pack(">f", value), "big")
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return float(struct.unpack(">f", (bits & 0xFFFF0000).to_bytes(4, "big"))[0])
 
 
 def _narrow(layer: LayerReply) -> bool:

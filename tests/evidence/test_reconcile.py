@@ -251,6 +251,14 @@ class TestScales:
         reading = parse_replies(document(first, second, expected=2), NONCE)
         assert run(tensors=reading, declared=files).scales is ScaleState.CHECKPOINT
 
+    def test_a_loader_that_keeps_scales_in_bfloat16(self) -> None:
+        """0.05 and 0.02 as bfloat16; anything farther off is neither the files' nor 1.0."""
+        rounded = {"k_scale": [0.05004882812500], "v_scale": [0.02001953125]}
+        floats = {"k_scale_float": 0.05004882812500, "v_scale_float": 0.02001953125}
+        assert self.states([layer(0, **rounded, **floats)], both(1))[0] is ScaleState.CHECKPOINT
+        other = {"k_scale": [0.0502], "k_scale_float": 0.0502}
+        assert self.states([layer(0, **other)], both(1))[0] is ScaleState.UNKNOWN
+
     def test_rocm_doubles_loaded_scales(self) -> None:
         files = declared(k={0: (0.025,)}, v={0: (0.01,)})
         assert self.states([layer(0, backend="ROCM_ATTN")], files)[0] is ScaleState.CHECKPOINT
