@@ -12,6 +12,7 @@ from typing import Any, cast
 from kvguard.engine.client import Answer, EngineClient
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.reference.models import Choice, Decode, Pass, Standing
+from kvguard.reference.ranges import Ranges
 from kvguard.shadow.fidelity import candidates
 from kvguard.shadow.references import Scored
 from kvguard.shadow.report import ShadowReport
@@ -72,6 +73,7 @@ class FakeReference:
     why_not: str = ""
     problem: str = ""
     seconds: float = 0.001
+    ranges: Ranges | None = None
     name: str = "fake"
     asked: list[str] = field(default_factory=list)
     at_once: int = 0
@@ -92,7 +94,7 @@ class FakeReference:
             logprobs = tuple(value - delta for value in decode.logprobs)
             at = tuple(tuple(min(value, 0.0) for _, value in top) for top in decode.top)
             passes.append(Pass(logprobs, decode.ids, at, choice.label))
-        return Scored(passes=tuple(passes), seconds=self.seconds)
+        return Scored(passes=tuple(passes), seconds=self.seconds, ranges=self.ranges)
 
 
 class Clock:

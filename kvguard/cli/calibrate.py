@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,17 +18,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvguard.engine.process import become_subreaper
-from kvguard.guard.calibrating import Calibrated
+from kvguard.files import printable
+from kvguard.guard.calibrating import Calibrated, Traffic, calibrate_from_traffic
 from kvguard.guard.calibrating import calibrate as run_calibration
 from kvguard.guard.prepare import Prepared, raise_file_limit
 from kvguard.guard.settings import Settings
 from kvguard.record.store import default_directory
 from kvguard.reference.prompts import PromptSet, load_prompts
+from kvguard.reference.ranges import Spanned
 from kvguard.reference.scales import DEFAULT_HEADROOM, MAX_HEADROOM
 from kvguard.telemetry.logging import configure
 from kvguard.vocabulary import UsageError
 
 _PERCENT = 100.0
+_TIMEOUT = 30.0
 _STOPPED = 130  # as a shell reports SIGINT: nothing was written
 
 
@@ -38,6 +42,14 @@ def calibrate(
     prompts: Annotated[
         Path | None,
         typer.Option(help="Your texts: blocks separated by blank lines, or JSON lines (`text` or `messages`); default: ours."),
+    ] = None,
+    from_traffic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Management port of a guarded engine of this model whose policy lets probes measure clients' requests: "
+            "what those spanned, in place of texts. No engine is started.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory to write; default: $XDG_CACHE_HOME/kvguard/overlays/<digest>.")
@@ -60,20 +72,52 @@ def calibrate(
     flags = list(context.args)
     if flags and not flags[0].startswith("-"):
         raise UsageError(f"{flags[0]!r}: only vLLM's flags go after `--`; name another vLLM with --engine")
+    argv = [engine, "serve", model, *flags]
+    if from_traffic is not None:
+        if prompts is not None:
+            raise UsageError("--from-traffic is about clients' requests, --prompts about texts: give one of them")
+        measured = calibrate_from_traffic(argv, read_traffic(from_traffic), os.environ, headroom=headroom, out=out)
+        _tell(measured, as_json=as_json)
+        return
     chosen = load_prompts(prompts)
     raise_file_limit()
     become_subreaper()
-    argv = [engine, "serve", model, *flags]
     settings = Settings(record_directory=default_directory(os.environ))
     with _log_file(engine_log) as descriptor:
         outputs = (descriptor, descriptor)
         done = run_with_progress(argv, chosen, headroom=headroom, outputs=outputs, settings=settings, out=out)
     if isinstance(done, int):
         raise typer.Exit(done or _STOPPED)
+    _tell(done, as_json=as_json)
+
+
+def _tell(done: Calibrated, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(as_document(done), indent=2, ensure_ascii=False))
     else:
         show(done, Console())
+
+
+def read_traffic(url: str) -> Traffic:
+    """What a management port measured on clients' requests. Raises UsageError with its own words."""
+    pages = {}
+    for path in ("/shadow/ranges", "/record"):
+        try:
+            answer = httpx.get(url.rstrip("/") + path, timeout=_TIMEOUT, trust_env=False)
+            document = answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            said = printable(str(error))
+            raise UsageError(f"{printable(url)}: no management port of kvguard answers there ({said})") from error
+        if answer.status_code != httpx.codes.OK or not isinstance(document, dict):
+            detail = document.get("detail") if isinstance(document, dict) else None
+            raise UsageError(f"{printable(url)}{path}: HTTP {answer.status_code}: {printable(str(detail or 'no document'))}")
+        pages[path] = document
+    try:
+        spanned = Spanned.model_validate({key: pages["/shadow/ranges"][key] for key in Spanned.model_fields})
+        files = {subject["name"]: str(subject["digest"]["sha256"]) for subject in pages["/record"]["subject"]}
+        return Traffic(origin=printable(url), engine=str(pages["/shadow/ranges"]["engine"]), spanned=spanned, files=files)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{printable(url)}: its documents were not understood ({type(error).__name__})") from error
 
 
 def run_with_progress(
@@ -140,7 +184,9 @@ def show(done: Calibrated, console: Console) -> None:
     console.print(table)
     prompts = report["prompts"]
     console.print(
-        f"{report['formula']}; {prompts['tokens']} tokens of {prompts['texts']} texts", highlight=False, soft_wrap=True
+        f"{report['formula']}; {prompts['tokens']} tokens of {prompts['texts']} {prompts['of']}",
+        highlight=False,
+        soft_wrap=True,
     )
     console.print(f"prompts   {prompts['digest']}", highlight=False, soft_wrap=True)
     console.print(f"artefact  {done.calibration.digest}", highlight=False, soft_wrap=True)

@@ -116,8 +116,13 @@ def read_scales(path: Path) -> dict[str, Any]:
     name = printable(str(path))
     text = read_regular_file(path, _FILE_LIMIT, "scales file")
     try:
-        return GivenScales.model_validate_json(text).model_dump(mode="json")
-    except ValidationError as error:
+        document = json.loads(text)
+        if isinstance(document, dict):
+            document.pop("layers", None)  # a calibration's scales.json names them
+        return GivenScales.model_validate(document).model_dump(mode="json")
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, ValidationError):
+            raise UsageError(f"scales file {name}: not JSON: {error}") from error
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise UsageError(f"scales file {name}{f' key {where}' if where else ''}: {first['msg']}") from None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from kvguard.canonical import sha256_of
 from kvguard.engine.client import EngineClient, model_cards
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.evidence.replies import Limits
@@ -24,12 +25,14 @@ from kvguard.reference.artefact import Calibration, Options, overlays_directory,
 from kvguard.reference.calibrate import Measured, Progress, measure
 from kvguard.reference.overlay import why_dropped
 from kvguard.reference.prompts import PromptSet
+from kvguard.reference.ranges import Spanned
 from kvguard.reference.scales import Scales, report_layers, scales_from
 from kvguard.vocabulary import Confidence, ExitCode, Frozen, Json, PolicyRefusal, UsageError
 
 SIXTEEN_BIT = Policy(kv_cache=KVCachePolicy(dtype=(MODEL_DTYPE,), min_confidence=Confidence.PROVEN))
 """What the measuring engine must run: nothing that is measured may come out of a quantized cache."""
 
+_WEIGHTS = (".safetensors", ".bin", ".pt")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LEFT_OUT = frozenset({"--kv-cache-dtype", "--kv-cache-dtype-skip-layers", "--calculate-kv-scales"})
 
@@ -39,6 +42,20 @@ class Calibrated(Frozen):
 
     calibration: Calibration
     report: dict[str, Json]
+
+
+class Traffic(Frozen):
+    """What clients' requests spanned in a guarded engine. `files` are its checkpoint's digests by name (sha256)."""
+
+    origin: str
+    engine: str
+    spanned: Spanned
+    files: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Of what was measured; it takes the place of a prompt set's."""
+        return sha256_of(self.spanned.model_dump(mode="json"))
 
 
 class NoSurface:
@@ -129,7 +146,34 @@ def calibrate(
             signal.signal(number, handler)
     if code != ExitCode.CLEAN or not measured:
         return code
-    return _written(prepared, prompts, measured[0], headroom, out, env)
+    texts: dict[str, Json] = {"digest": prompts.digest, "texts": len(prompts.prompts), "of": "texts"}
+    return _written(prepared, texts, measured[0], headroom, out, env)
+
+
+def calibrate_from_traffic(
+    argv: Sequence[str], traffic: Traffic, env: Mapping[str, str], *, headroom: float, out: Path | None = None
+) -> Calibrated:
+    """Write the artefact from what clients' requests spanned; no engine is started.
+
+    Raises UsageError when they were served from other weights or by another version, PolicyRefusal as `calibrate`.
+    """
+    prepared = prepare(sixteen_bit_words(argv, env), SIXTEEN_BIT, env)
+    version, directory = prepared.engine.version, prepared.declared.directory
+    if reason := why_dropped(version, prepared.files, prepared.declared):
+        raise PolicyRefusal(f"{directory}: {reason}")
+    if traffic.engine.partition("+")[0] != version.partition("+")[0]:
+        raise UsageError(f"{traffic.origin}: measured on vLLM {traffic.engine}, the engine here is vLLM {version}")
+    here = {item.name: item.sha256.removeprefix("sha256:") for item in prepared.digests}
+    weights = [name for name in here.keys() & traffic.files.keys() if name.endswith(_WEIGHTS)]
+    other = sorted(name for name in weights if here[name] != traffic.files[name])
+    if other or not weights:
+        raise UsageError(
+            f"{traffic.origin}: serves other weights than {directory}: {', '.join(other[:4]) or 'no file in common'}"
+        )
+    spanned = traffic.spanned
+    texts: dict[str, Json] = {"digest": traffic.digest, "texts": spanned.sequences, "of": "clients' requests"}
+    measured = Measured(ranges=spanned.ranges, tokens=spanned.tokens, sequences=spanned.sequences)
+    return _written(prepared, texts, measured, headroom, out, env)
 
 
 def sixteen_bit_words(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
@@ -150,7 +194,7 @@ def sixteen_bit_words(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str,
 
 def _written(
     prepared: Prepared,
-    prompts: PromptSet,
+    texts: dict[str, Json],
     measured: Measured,
     headroom: float,
     out: Path | None,
@@ -161,7 +205,7 @@ def _written(
     report: dict[str, Json] = {
         "model": os.path.basename(os.path.abspath(prepared.declared.directory)),
         "engine": prepared.engine.full_version,
-        "prompts": {"digest": prompts.digest, "texts": len(prompts.prompts), "tokens": measured.tokens},
+        "prompts": {**texts, "tokens": measured.tokens},
         "formula": f"scale = max|x| × {headroom:g} ÷ 448, rounded up to 8 significant bits",
         "layers": report_layers(measured.ranges, scales),
     }
@@ -170,7 +214,7 @@ def _written(
         declared=prepared.declared,
         digests=prepared.digests,
         engine=prepared.engine.version,
-        prompts=prompts.digest,
+        prompts=str(texts["digest"]),
         options=Options(headroom=headroom, model_dtype=dtype),
         scales=scales,
         report=report,

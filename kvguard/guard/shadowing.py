@@ -52,7 +52,9 @@ async def probe_traffic(
         bases, _ = bases_and_adapters(await client.models())
         primary = Primary(board.status.engine_version, model_names(bases), board.record)
         names = [str(card["id"]) for card in bases]
-        async with _reference(client, secret, settings, primary, launch, run_directory) as reference:
+        async with _reference(
+            client, secret, settings, primary, launch, run_directory, ranges=accepted.measure_ranges
+        ) as reference:
             await _probe_traffic(client, reference, settings, board, surface, limits, names or [model], accepted)
     except Exception as error:  # a bug in probing must not end serving; what the error says could hold a prompt
         where = "".join(traceback.format_tb(error.__traceback__))
@@ -67,10 +69,12 @@ async def _reference(
     primary: Primary,
     launch: ReferenceStart | None,
     run_directory: RunDirectory | None,
+    *,
+    ranges: bool,
 ) -> AsyncIterator[Reference]:
     """The reference that the settings name, for as long as this block lasts."""
     if settings.shadow == SHADOW_IN_ENGINE:
-        yield InEngine(client, secret)
+        yield InEngine(client, secret, ranges=ranges)
     elif launch is not None and run_directory is not None:
         kept = LaunchedReference(launch, run_directory, primary.record or {}, start_limit=settings.start_timeout)
         async with launched(kept) as reference:

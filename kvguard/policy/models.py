@@ -177,6 +177,12 @@ class ShadowPolicy(Frozen):
         description="Whether only requests with the header `x-kvguard-shadow: on` may be probed. Default: false; a request that "
         "says `off` never is, prompts stay in memory, and no output has them.",
     )
+    measure_ranges: bool = Field(
+        default=False,
+        description="Whether probes may also measure what keys and values of clients' requests span, for `kvguard calibrate "
+        "--from-traffic`: the largest value of each layer and head, and counts. No text leaves memory. Default: false, because "
+        "it is made of users' requests.",
+    )
     tolerance: float | None = Field(
         default=None,
         gt=0,

@@ -48,9 +48,14 @@ class Problem(Frozen):
 
 
 class Evidence(Frozen):
-    """The claims of every source, what they support together, and the checks against the policy."""
+    """The claims of every source, what they support together, and the checks against the policy.
+
+    `drift` is what differs from what was established, `stale` why the last verification could not confirm the verdict.
+    """
 
     state: State
+    drift: str
+    stale: str
     effective: Effective
     checks: tuple[Check, ...]
     claims: list[dict[str, Any]]
@@ -85,11 +90,13 @@ def management_app(
     shadow: Callable[[], dict[str, Any] | None] = lambda: None,
     probe: ProbeOnce | None = None,
     watch: WatchFormats | None = None,
+    ranges: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> FastAPI:
     """The app; the callables are asked at each request and must not block. NaN and infinity become JSON strings.
 
     `shadow` gives the report of shadow probing, `probe` runs a one-shot probe; both give None while probing is off.
-    `watch` sets the formats that live probes try, and gives why it cannot, "" when it did.
+    `watch` sets the formats that live probes try, and gives why it cannot, "" when it did. `ranges` is what keys and
+    values of probed requests span, None where that is not measured.
     """
     app = FastAPI(
         title="kvguard management",
@@ -164,7 +171,16 @@ def management_app(
     @app.get("/evidence", response_model=Evidence, tags=["documents"], summary="Claims, effective value and checks")
     async def all_evidence() -> Response:
         now = status()
-        return _json(Evidence(state=now.state, effective=now.effective, checks=now.checks, claims=evidence()))
+        return _json(
+            Evidence(
+                state=now.state,
+                drift=now.drift,
+                stale=now.stale,
+                effective=now.effective,
+                checks=now.checks,
+                claims=evidence(),
+            )
+        )
 
     @app.get(
         "/shadow",
@@ -188,6 +204,16 @@ def management_app(
         report = shadow() or {}
         why = f"shadow probes are {report['state']}: {report['reason']}" if report.get("reason") else _SHADOW_OFF
         return _document(found, why)
+
+    @app.get(
+        "/shadow/ranges",
+        response_model=dict[str, Any],
+        responses={404: {"model": Problem}},
+        tags=["shadow"],
+        summary="What keys and values of probed requests span, by layer and head, where the policy lets it be measured",
+    )
+    async def shadow_ranges() -> Response:
+        return _document(ranges(), "not measured: the policy needs `shadow: {measure_ranges: true}`, and --shadow in-engine")
 
     @app.put(
         "/shadow/whatif",

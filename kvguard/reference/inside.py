@@ -51,11 +51,15 @@ class Exactness:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The passes of one question in the order asked, and the engine seconds they took; or why there are none."""
+    """The passes of one question in the order asked, and the engine seconds they took; or why there are none.
+
+    `ranges` is what keys and values of the whole sequence span, where that was asked for and every rank said it.
+    """
 
     passes: tuple[Pass, ...] = ()
     seconds: float = 0.0
     problem: str = ""
+    ranges: Ranges | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +80,16 @@ async def ask_exactness(client: EngineClient, secret: str) -> Exactness:
     return Exactness(reasons=reasons, max_tokens=min(sizes) if sizes else None)
 
 
-async def run_passes(client: EngineClient, secret: str, decode: Decode, choices: Sequence[Choice]) -> PassResult:
+async def run_passes(
+    client: EngineClient, secret: str, decode: Decode, choices: Sequence[Choice], *, ranges: bool = False
+) -> PassResult:
     """Run one pass for each choice over the prompt and what was generated, and score the generated tokens."""
     question = {
         "ids": [*decode.prompt_ids, *decode.ids],
         "start": len(decode.prompt_ids),
         "at": [[token for token, _ in position] for position in decode.top],
         "passes": [choice.as_question() for choice in choices],
+        "ranges": ranges,
     }
     replies, problem = await _ask(client, "reference", secret, question)
     if problem:
@@ -97,7 +104,7 @@ async def run_passes(client: EngineClient, secret: str, decode: Decode, choices:
         return PassResult(seconds=seconds, problem=f"a pass was not understood: {type(error).__name__}")
     if len(passes) != len(choices):
         return PassResult(seconds=seconds, problem=f"{len(choices)} passes were asked for, {len(passes)} came")
-    return PassResult(passes=passes, seconds=seconds)
+    return PassResult(passes=passes, seconds=seconds, ranges=_spanned(replies).ranges or None if ranges else None)
 
 
 async def measure_ranges(client: EngineClient, secret: str, ids: Sequence[int]) -> RangeResult:
@@ -106,6 +113,10 @@ async def measure_ranges(client: EngineClient, secret: str, ids: Sequence[int]) 
     replies, problem = await _ask(client, "reference", secret, question)
     if problem:
         return RangeResult(problem=problem)
+    return _spanned(replies)
+
+
+def _spanned(replies: Sequence[_Reply]) -> RangeResult:
     found = [reply.ranges for reply in sorted(replies, key=lambda reply: reply.rank or 0) if reply.ranges]
     if len(found) != len(replies):
         return RangeResult(problem=f"{len(found)} of {len(replies)} ranks measured their keys and values")

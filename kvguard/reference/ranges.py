@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from kvguard.vocabulary import Frozen
 
@@ -40,6 +40,19 @@ class LayerRange(Frozen):
 
 Ranges = dict[str, LayerRange]
 """By layer name, in the model's order."""
+
+
+class Spanned(Frozen):
+    """What keys and values of `sequences` requests, `tokens` tokens in all, span."""
+
+    ranges: Ranges = Field(default_factory=dict)
+    tokens: int = 0
+    sequences: int = 0
+
+    def with_one(self, ranges: Ranges, tokens: int) -> Spanned:
+        """One more request."""
+        together = over_sequences([self.ranges, ranges]) if self.ranges else ranges
+        return Spanned(ranges=together, tokens=self.tokens + tokens, sequences=self.sequences + 1)
 
 
 def over_ranks(ranks: Sequence[Ranges]) -> Ranges:

@@ -67,6 +67,11 @@ def report_document(report: ShadowReport) -> dict[str, Any]:
     }
 
 
+def ranges_document(report: ShadowReport, engine: str) -> dict[str, Any] | None:
+    """What /shadow/ranges answers; None before anything was measured."""
+    return {"engine": engine, **report.spanned.model_dump(mode="json")} if report.spanned.sequences else None
+
+
 def estimates(sums: Sums) -> dict[str, Any]:
     """Every measure of one comparison; one without samples says so."""
     return {

@@ -9,7 +9,8 @@ from typing import Protocol
 from kvguard.engine.client import EngineClient
 from kvguard.reference.external import Asked, Primary, RecordReader, ask_reference, run_teacher_forced
 from kvguard.reference.inside import ask_exactness, run_passes
-from kvguard.reference.models import Choice, Decode, Pass, Standing
+from kvguard.reference.models import EXACT, Choice, Decode, Pass, Standing
+from kvguard.reference.ranges import Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Scored:
     passes: tuple[Pass, ...] = ()
     seconds: float = 0.0
     problem: str = ""
+    ranges: Ranges | None = None
 
 
 class Reference(Protocol):
@@ -49,9 +51,11 @@ class InEngine:
     comes_and_goes = False
     standing = Standing(equality="the same engine")
 
-    def __init__(self, client: EngineClient, secret: str) -> None:
+    def __init__(self, client: EngineClient, secret: str, *, ranges: bool = False) -> None:
+        """`ranges`: exact passes also say what keys and values span."""
         self._client = client
         self._secret = secret
+        self._ranges = ranges
 
     async def unavailable(self) -> str:
         """Why the pass is not exact on this model, by layer and reason."""
@@ -65,8 +69,9 @@ class InEngine:
 
     async def run(self, decode: Decode, choices: Sequence[Choice]) -> Scored:
         """One pass for each choice, in one question to the workers."""
-        result = await run_passes(self._client, self._secret, decode, choices)
-        return Scored(passes=result.passes, seconds=result.seconds, problem=result.problem)
+        ranges = self._ranges and EXACT in choices
+        result = await run_passes(self._client, self._secret, decode, choices, ranges=ranges)
+        return Scored(passes=result.passes, seconds=result.seconds, problem=result.problem, ranges=result.ranges)
 
 
 class External:

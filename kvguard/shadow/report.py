@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvguard.reference.ranges import Spanned
 from kvguard.shadow.control import Control
 from kvguard.shadow.fidelity import Fidelity
 from kvguard.shadow.models import Stratum
 from kvguard.shadow.sequential import AlarmState, Status
 from kvguard.shadow.statistics import Sums
 from kvguard.shadow.tally import Row
+
+_NOTHING = Spanned()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class ShadowReport:
     alarm: AlarmState | None = None
     sums: dict[str, dict[Stratum, Sums]] = field(default_factory=dict)
     whatif: dict[str, Sums] = field(default_factory=dict)
+    spanned: Spanned = _NOTHING
     probes: int = 0
     collapsed: int = 0
     skipped: dict[str, int] = field(default_factory=dict)

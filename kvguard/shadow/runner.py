@@ -12,7 +12,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ import structlog
 from kvguard.engine.client import EngineClient
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.reference.models import EXACT, Choice, Decode, Pass
+from kvguard.reference.ranges import Ranges
 from kvguard.shadow.budget import LEAST_TOKENS
 from kvguard.shadow.candidate import Candidate, Rules, Skipped, own_limit, read_request
 from kvguard.shadow.control import positive_control
@@ -47,6 +48,8 @@ _IDLE = 0.25  # seconds between looks at the queue
 _PATIENCE = 60.0  # seconds that the self-check waits for idle moments only
 _CONTROL_AGAIN = 3600.0  # seconds between positive controls
 _HANDED_OVER = 64  # bodies on their way from the data plane's thread at most
+_LOOK_AFTER = 0.02  # seconds they may wait for company
+_AT_A_TIME = 4
 _KEPT = 200  # latest observations kept for the positive control
 _ASK_FIRST, _ASK_AGAIN = 1.0, 10.0  # seconds between questions to a reference; while it is away the pause doubles
 _LASTING = (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER, Drop.SHUTDOWN)  # what forbids a pass and will not go by itself
@@ -61,6 +64,7 @@ class _Passes:
     cause: Drop | None = None
     seconds: float = 0.0
     longest: float = 0.0
+    ranges: Ranges | None = None
 
 
 class Shadow:
@@ -116,8 +120,10 @@ class Shadow:
         self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
         self._open = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._given = 0  # counted by the data plane's thread alone
-        self._taken = 0  # counted by the control loop alone
+        self._handed: deque[tuple[str, Sequence[tuple[bytes, bytes]], bytes]] = deque()
+        self._turned_away = 0  # counted by the data plane's thread alone
+        self._told = 0  # of those, by the control loop alone
+        self._called = False
 
     @property
     def report(self) -> ShadowReport:
@@ -159,18 +165,25 @@ class Shadow:
         loop = self._loop
         if not self._open or loop is None:
             return
-        if self._given - self._taken >= _HANDED_OVER:
-            loop.call_soon_threadsafe(self._skip, "busy")
-            return
-        self._given += 1
-        loop.call_soon_threadsafe(self._take, path, headers, body)
+        if len(self._handed) >= _HANDED_OVER:
+            self._turned_away += 1
+        else:
+            self._handed.append((path, headers, body))
+        if not self._called:  # one wake-up for all that comes until the control loop looks: it costs more than an offer
+            self._called = True
+            loop.call_soon_threadsafe(loop.call_later, _LOOK_AFTER, self._look)
 
-    def _take(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        self._taken += 1
-        self.offer(path, headers, body)
-
-    def _skip(self, reason: str) -> None:
-        self._skipped[reason] += 1
+    def _look(self) -> None:
+        """A few at a time, so that the data plane's thread never waits long for the interpreter."""
+        self._called = False
+        for _ in range(min(len(self._handed), _AT_A_TIME)):
+            self.offer(*self._handed.popleft())
+        if new := self._turned_away - self._told:
+            self._told += new
+            self._skipped["busy"] += new
+        if self._handed and not self._called and self._loop is not None:
+            self._called = True
+            self._loop.call_soon(self._look)
 
     async def run(self) -> None:
         """Self-check, then probe until cancelled. An error that ends probing is raised, and the report says so."""
@@ -364,6 +377,7 @@ class Shadow:
         """
         passes: list[Pass] = []
         seconds = longest = 0.0
+        ranges: Ranges | None = None
         for choice in choices:
             cause = await before() if before is not None else None
             if cause is not None:
@@ -374,11 +388,12 @@ class Shadow:
             if scored.problem:
                 return _Passes(problem=scored.problem, seconds=seconds, longest=longest)
             passes += scored.passes
+            ranges = ranges or scored.ranges
         try:
             observation = _observe(decode, passes, weight, where)
         except UsageError as error:
             return _Passes(problem=str(error), seconds=seconds, longest=longest)
-        return _Passes(observation=observation, seconds=seconds, longest=longest)
+        return _Passes(observation=observation, seconds=seconds, longest=longest, ranges=ranges)
 
     # ---- live probes
 
@@ -417,6 +432,8 @@ class Shadow:
             self._sampler.failed(item, engine_seconds)
             return False
         else:
+            if scored.ranges:
+                self._set(spanned=self._report.spanned.with_one(scored.ranges, tokens))
             self._sampler.done(item, tokens=tokens, pass_seconds=scored.longest, engine_seconds=engine_seconds)
             self._count(as_live(scored.observation, own_label(self._choice), tuple(self._report.whatif)), scored.seconds)
         return True

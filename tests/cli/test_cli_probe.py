@@ -164,8 +164,8 @@ def test_whatif_with_scales_of_a_file(management: Management, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "Invalid JSON"),
-        ("[]", "Input should be an object"),
+        ("{", "not JSON"),
+        ("[]", "Input should be a valid dictionary"),
         ('{"k": [1]}', "key v: Field required"),
         ('{"k": [1], "v": [1, 1]}', "k scales for 1 layers, v scales for 2"),
         ('{"k": [0], "v": [1]}', "key k.0."),

@@ -15,6 +15,7 @@ from guarded import KVGUARD, Guarded
 
 BUSY = ("rate=1", "engine-share=1", "max-stall-ms=10000", "probes-per-minute=600", "max-tokens=48")
 OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
+SIXTEEN_BIT = "kv_cache: {dtype: 16bit}\nshadow: {measure_ranges: true}\n"
 SUBJECTS = ("a lighthouse", "bread", "a violin", "rain", "chess", "the Moon", "a bridge", "tea", "a clock", "snow")
 COST = 'kvguard_shadow_abs_delta_nats{bound="%s",comparison="cost"}'
 
@@ -64,7 +65,7 @@ def ruined_low(guarded: Callable[..., Guarded]) -> float:
 @pytest.fixture(scope="module")
 def restarted(guarded: Callable[..., Guarded], ruined_low: float) -> Guarded:
     """The same checkpoint and command, on 16-bit."""
-    return guarded("kv_scheme_ruined_scales", policy="kv_cache: {dtype: 16bit}", options=OPTIONS).wait_ready()
+    return guarded("kv_scheme_ruined_scales", policy=SIXTEEN_BIT, options=OPTIONS).wait_ready()
 
 
 def test_ruined_scales_collapse_within_five_probes_and_sixteen_bit_is_at_the_noise_floor(
@@ -153,3 +154,22 @@ def test_live_what_if_is_about_clients_requests(restarted: Guarded) -> None:
     values = [one["abs_delta"]["value"] for one in found["estimates"].values()]
     assert values == sorted(values), "noise, e4m3, e5m2"
     assert _report(restarted)["whatif"] == {}
+
+
+def test_a_calibration_from_what_clients_requests_spanned(restarted: Guarded, engine_bin: Path, tmp_path: Path) -> None:
+    """Over the checkpoint's own, ruined scales; no engine is started, and no text has left the first one."""
+    url = f"http://127.0.0.1:{restarted.management_port}"
+    measured = restarted.management("/shadow/ranges").json()
+    assert measured["sequences"] >= 10
+    command = [KVGUARD, "calibrate", restarted.model, "--engine", str(engine_bin), "--from-traffic", url]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "calibration"), "--json"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["prompts"]["texts"], report["prompts"]["of"]) == (measured["sequences"], "clients' requests")
+    layers = list(measured["ranges"].values())
+    assert len(report["layers"]) == len(layers) == 30
+    for row, layer in zip(report["layers"], layers, strict=True):
+        assert row["k"]["amax_by_head"] == layer["k"]["amax"]
+        assert row["k"]["scale"] == pytest.approx(2 * max(layer["k"]["amax"]) / 448, rel=0.01)

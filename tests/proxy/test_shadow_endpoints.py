@@ -27,9 +27,11 @@ class Port:
             shadow=lambda: self.report,
             probe=self._probe,
             watch=self._watch,
+            ranges=lambda: self.ranges,
         )
         self.watched: list[Watch] = []
         self.why_not = ""
+        self.ranges: dict[str, Any] | None = None
 
     def _watch(self, wanted: Watch) -> str:
         self.watched.append(wanted)
@@ -79,6 +81,12 @@ def test_live_probes_try_the_formats_asked_for(port: Port) -> None:
     assert port.ask("PUT", "/shadow/whatif", {"formats": []}).status_code == 200
     port.why_not = "shadow probes are checking"
     assert port.ask("PUT", "/shadow/whatif", {"formats": []}).json() == {"detail": port.why_not}
+
+
+def test_ranges_are_there_once_the_policy_lets_them_be_measured(port: Port) -> None:
+    assert "measure_ranges" in port.ask("GET", "/shadow/ranges").json()["detail"]
+    port.ranges = {"sequences": 3}
+    assert port.ask("GET", "/shadow/ranges").json() == {"sequences": 3}
 
 
 def test_why_there_is_no_probe(port: Port) -> None:

@@ -14,8 +14,9 @@ from structlog.testing import capture_logs
 from kvguard.engine.client import Answer
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.reference.models import Choice
+from kvguard.reference.ranges import LayerRange, Side
 from kvguard.shadow import runner
-from kvguard.shadow.document import probe_document, report_document
+from kvguard.shadow.document import probe_document, ranges_document, report_document
 from kvguard.shadow.models import COST, UNEXPLAINED
 from kvguard.shadow.prompts import SELF_CHECK
 from kvguard.shadow.sequential import Status
@@ -539,11 +540,11 @@ def test_the_data_plane_hands_over_and_parses_nothing() -> None:
             await asyncio.to_thread(probing.shadow.tap, "/v1/models", [], b"")
             for _ in range(70):
                 probing.shadow.tap("/v1/completions", [], b"{")
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert probing.report.skipped["busy"] == 70 - 64
-            assert probing.report.skipped["not_generation"] == 1
-            assert probing.report.skipped["not_json"] == 64
+            assert probing.report.skipped == {}, "nothing is read on the caller's thread"
+            async with asyncio.timeout(60):
+                while sum(probing.report.skipped.values()) < 71:
+                    await asyncio.sleep(0.01)
+            assert probing.report.skipped == {"busy": 71 - 64, "not_generation": 1, "not_json": 63}
 
     live(scenario())
 
@@ -615,5 +616,24 @@ def test_where_nothing_can_be_watched() -> None:
         assert probing.shadow.watch([wanted]) == "shadow probes are checking: the self-check has not run yet"
         async with Probing(FakeReference(choices_possible=False)) as external:
             assert "no fake-quantized passes" in external.shadow.watch([wanted])
+
+    live(scenario())
+
+
+# --- what requests span ---
+
+
+def test_what_clients_requests_span_is_put_together_and_the_self_checks_is_not() -> None:
+    side = Side(amax=(2.0,), count=1, saturated=0, underflowed=0, subnormal=0)
+    ranges = {"layer": LayerRange(k=side, v=side)}
+
+    async def scenario() -> None:
+        async with Probing(FakeReference(ranges=ranges)) as probing:
+            assert ranges_document(probing.report, "0.32.0") is None
+            await probed(probing, 3)
+            found = ranges_document(probing.report, "0.32.0")
+            assert found is not None
+            assert (found["sequences"], found["tokens"]) == (3, 3 * 23)
+            assert found["ranges"]["layer"]["k"] == {**side.model_dump(mode="json"), "count": 3}
 
     live(scenario())
