@@ -26,7 +26,7 @@ help:
 	@echo "make bench      what shadow probes cost clients, as ratios in one run"
 	@echo "make lint       linters and types only"
 	@echo "make setup      kvguard's own environment, .venv"
-	@echo "make engine     the CPU engine, the model and its variants, in the cache"
+	@echo "make engine     the CPU engines (vLLM 0.32.0 and 0.27.1), the model and its variants, in the cache"
 	@echo "make tools      helm, kubectl, Prometheus, Alertmanager and hadolint for the tests of what is deployed, in the cache"
 	@echo "make clean      remove .venv and what tools left in the tree; the cache stays"
 
@@ -44,6 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 engine: setup
 	@$(BIN)/kvguard demo setup --if-supported
+	@$(BIN)/kvguard demo setup --if-supported --engine-version 0.27.1
 
 tools: setup
 	@$(BIN)/python tests/deploy/toolbox.py
@@ -64,7 +65,7 @@ lint: setup
 	$(BIN)/python deploy/generate --check
 
 test: lint engine tools
-	$(BIN)/pytest -m 'not long' --cov --cov-report=term
+	$(BIN)/pytest -m 'not long' -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 test-long: engine
 	$(BIN)/pytest -m long

@@ -48,6 +48,9 @@ FAULTS = {
     "sixteen_bit": "the cache is 16-bit whatever the command says",
     "quantized": "the cache is FP8 whatever the command says",
     "no_metrics": "/metrics answers 404",
+    "wakes_with_other_scales": "/wake_up changes the scales on the device and leaves the host's, as 0.12.0 to 0.28.0 do",
+    "raises_after_a_wake": "after /wake_up the call to the workers raises",
+    "asleep_after_sleep": "after /sleep the workers end when they are asked",
     "dies_while_serving": "once a request asks for it, /health answers 503 and the process lives on",
 }
 _IS_REFERENCE = any(word.endswith("reference.sock") for word in sys.argv)
@@ -87,6 +90,8 @@ class Client:
         more: dict[str, Any] = {"_k_scale": scale(float("nan"))} if faulty("broken_scales") else {}
         unit = {"k": 1.0, "v": 1.0}
         layers = {} if faulty("worker_error") else model(30, dtype if quantized else "bfloat16", **unit, **more)
+        self.sleeping = self.woken = False
+        self._layers = layers
         tp = 2 if faulty("rank_missing") else 1
         self._worker = extension()
         self._worker.__dict__.update(
@@ -95,7 +100,17 @@ class Client:
         if faulty("worker_error"):
             del self._worker.model_runner
 
+    def wake(self) -> None:
+        self.sleeping, self.woken = False, True
+        if faulty("wakes_with_other_scales"):
+            for layer in self._layers.values():
+                layer._k_scale = scale(0.5)
+
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if faulty("raises_after_a_wake") and self.woken:
+            raise RuntimeError("worker 0 died")
+        if faulty("asleep_after_sleep") and self.sleeping:
+            os.kill(os.getpid(), signal.SIGKILL)
         if faulty("evidence_hangs"):
             await asyncio.sleep(3600)
         if faulty("other_nonce"):
@@ -131,6 +146,17 @@ class Engine:
         page = _METRICS.format(dtype=self._dtype, tokens=blocks * 128, blocks=blocks, running=float(self._running))
         return PlainTextResponse(page)
 
+    async def sleep(self, _: Request) -> Response:
+        self._client.sleeping = True
+        return Response()
+
+    async def is_sleeping(self, _: Request) -> Response:
+        return JSONResponse({"is_sleeping": self._client.sleeping})
+
+    async def wake_up(self, _: Request) -> Response:
+        self._client.wake()
+        return Response()
+
     async def generate(self, request: Request) -> Response:
         body = await request.json()
         if faulty("dies_of_a_request"):
@@ -151,8 +177,17 @@ class Engine:
         else:
             logged = {"tokens": tokens, "token_logprobs": logprobs}
         ids = [int(token.partition(":")[2]) for token in tokens]
-        answer = {"choices": [{"logprobs": logged, "text": "x", "token_ids": ids}], "prompt_token_ids": [5, 6, 7]}
+        said = {"text": "x", "message": {"content": f"Answer: {self._dtype}"}, "finish_reason": "stop"}
+        answer = {
+            "choices": [{"logprobs": logged, "token_ids": ids, **said}],
+            "prompt_token_ids": [5, 6, 7],
+            "usage": {"prompt_tokens": 3, "completion_tokens": _PIECES},
+        }
         return Response(json.dumps(answer), media_type="application/json")
+
+    async def tokenize(self, request: Request) -> Response:
+        words = (await request.json())["prompt"].split()
+        return JSONResponse({"count": len(words), "tokens": list(range(len(words)))})
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         self._running += 1
@@ -216,6 +251,10 @@ def main() -> None:
             Route("/metrics", engine.metrics),
             Route("/version", engine.version),
             Route("/v1/models", engine.models),
+            Route("/tokenize", engine.tokenize, methods=["POST"]),
+            Route("/sleep", engine.sleep, methods=["POST"]),
+            Route("/is_sleeping", engine.is_sleeping),
+            Route("/wake_up", engine.wake_up, methods=["POST"]),
             Route("/v1/completions", engine.generate, methods=["POST"]),
             Route("/v1/chat/completions", engine.generate, methods=["POST"]),
         ]

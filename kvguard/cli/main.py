@@ -14,6 +14,7 @@ from kvguard.cli import demo, fleet, policy, record
 from kvguard.cli.attach import attach
 from kvguard.cli.calibrate import calibrate
 from kvguard.cli.check import check
+from kvguard.cli.compare import compare
 from kvguard.cli.engines import engines
 from kvguard.cli.inspect import inspect
 from kvguard.cli.overlay import overlay
@@ -36,6 +37,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(overlay)
 app.command()(engines)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(check)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(compare)
 app.command()(verify)
 app.command()(attach)
 app.command()(probe)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvguard.policy.models import MODEL_DTYPE, OnViolation, Policy, ScalesRule, policy_digest
+from kvguard.policy.models import MODEL_DTYPE, OnDrift, OnViolation, Policy, ScalesRule, policy_digest
 from kvguard.policy.parse import load_policy
 from kvguard.policy.schema import policy_schema
 from kvguard.vocabulary import Confidence, ExitCode, UsageError
@@ -32,6 +32,10 @@ _ACTION = {
     OnViolation.REFUSE: "stop the engine and exit 3",
     OnViolation.HOLD: "stop the engine and stay up, unready, for the record to be read",
     OnViolation.WARN: "serve all the same, and say so in record, log and metrics",
+}
+_DRIFT = {
+    OnDrift.ALERT: "say so in state, metrics, log and a new record, and serve on",
+    OnDrift.UNREADY: "the same, and fail readiness after two verifications in a row with {} evidence",
 }
 
 
@@ -99,6 +103,7 @@ def in_words(policy: Policy) -> list[tuple[str, str]]:
         ("evidence", f"{confidence.value}: {_CONFIDENCE[confidence]}"),
         ("engine version", f"vLLM {engine.version}" if engine.version else "any"),
         ("attention backend", " or ".join(engine.attention_backend) or "any"),
+        ("on drift", f"{policy.drift.action.value}: {_DRIFT[policy.drift.action].format(policy.drift.min_confidence)}"),
         ("on violation", f"{policy.on_violation.value}: {_ACTION[policy.on_violation]}"),
     ]
 

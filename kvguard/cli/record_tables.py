@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -42,6 +43,8 @@ def summary(statement: Statement, file: Path) -> Table:
         "contradictions": "; ".join(effective.contradictions),
         "scales digest": predicate.scales_digest or _no_scales(effective),
         "calibration": _calibration(predicate.calibration),
+        "drift": "; ".join(f"{one.get('field')}: {one.get('before')} before, {one.get('after')}" for one in predicate.drift),
+        "connectors": "; ".join(json.dumps(one) for one in predicate.connectors),
         "policy digest": predicate.policy_digest or "no policy",
         "content digest": predicate.content_digest,
     }

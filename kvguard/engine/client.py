@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -28,12 +29,14 @@ _MAX_BODY = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. `status` None means none came; `error` says why, or that the body could not be read."""
+    """One answer. `status` None means none came; `error` says why, or that the body could not be read. `nobody`: nobody
+    listens there."""
 
     status: int | None = None
     body: Json = None
     error: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    nobody: bool = False
 
     @property
     def ok(self) -> bool:
@@ -64,13 +67,9 @@ class EngineClient:
     """
 
     def __init__(self, target: str, key: str | None = None) -> None:
+        check_target(target)
         socket = socket_path(target)
         self.target = target
-        if socket is None:
-            try:
-                httpx.URL(target)
-            except httpx.InvalidURL as error:
-                raise UsageError(f"{target!r}: not a URL ({error}); required is http://HOST:PORT or a socket's path") from error
         self._http = httpx.AsyncClient(
             base_url="http://engine" if socket else target,
             transport=httpx.AsyncHTTPTransport(
@@ -172,6 +171,10 @@ class EngineClient:
         answer = self._pending.result()
         if answer.status == 404:
             return Answer(status=404, error="the engine has no reader of kvguard's, or another start's secret")
+        if answer.status == 500:
+            # The call raised inside the engine, which may have left other ranks' replies for the next question.
+            reason = self.close_channel(f"the workers could not be read: {_as_json(answer).problem}")
+            return Answer(status=answer.status, error=reason)
         if not answer.ok:
             return Answer(status=answer.status, error=f"the workers could not be read: {_as_json(answer).problem}")
         return answer
@@ -209,8 +212,22 @@ class EngineClient:
         except TimeoutError:
             return Answer(status=status, error=f"{path}: no answer within {deadline:g} s")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return Answer(status=status, error=f"{path}: {type(error).__name__}: {str(error) or 'connection lost'}")
+            words = f"{path}: {type(error).__name__}: {str(error) or 'connection lost'}"
+            return Answer(status=status, error=words, nobody=isinstance(error, httpx.ConnectError))
         return Answer(status=status, body=bytes(body), headers=found)
+
+
+def check_target(target: str) -> None:
+    """Raise UsageError for what is neither a URL nor a socket's path."""
+    if socket_path(target) is not None:
+        return
+    try:
+        parts = urlsplit(target)
+        host = httpx.URL(target).host and parts.hostname and (parts.port is None or parts.port)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise UsageError(f"{target!r}: not a URL ({error}); required is http://HOST:PORT or a socket's path") from error
+    if not host:
+        raise UsageError(f"{target!r}: not a URL (no host); required is http://HOST:PORT or a socket's path")
 
 
 def socket_path(target: str) -> str | None:

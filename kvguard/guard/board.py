@@ -21,14 +21,14 @@ class Board:
         self.record: dict[str, Any] | None = None
         self.claims: tuple[Claim, ...] = ()
         self.shadow: Shadow | None = None
-        self._gate = gate
+        self.gate = gate
 
     def update(self, **changes: Any) -> None:
         """Replace fields of the status and refresh the gate."""
         self.status = self.status.model_copy(update=changes)
         status = self.status
         is_open = status.state in SERVING_STATES
-        self._gate.snapshot = Snapshot(
+        self.gate.snapshot = Snapshot(
             state=status.state,
             open=is_open,
             reason=status.reason,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.guard.state import State
 from kvguard.vocabulary import Check, Effective, Frozen
@@ -51,7 +53,9 @@ class Status(Frozen):
     """Everything the management port shows about one guarded engine.
 
     `unready` is why readiness fails although requests are served, "" when it does not. `last_verified` is Unix
-    seconds. `record_digest` and `record_path` are "" before the record is written.
+    seconds. `record_digest` and `record_path` are "" before the record is written. `drift` is what differs from what was
+    established, in words; `drift_counts` how often each field began to differ; `stale` why the last verification could not
+    confirm the verdict.
     """
 
     state: State = State.STARTING
@@ -64,6 +68,9 @@ class Status(Frozen):
     engine_version: str = ""
     model: str = ""
     unready: str = ""
+    drift: str = ""
+    drift_counts: dict[str, int] = Field(default_factory=dict)
+    stale: str = ""
     policy_digest: str = ""
     on_violation: str = ""
     gauges: EngineFigures = EngineFigures()

@@ -22,7 +22,7 @@ from kvguard.guard.board import Board
 from kvguard.guard.calibrated import FirstBatch, calibrate_by_first_batch, calibration_check
 from kvguard.guard.drift import Change as DriftChange
 from kvguard.guard.drift import Drift
-from kvguard.guard.file_watch import watch_files
+from kvguard.guard.file_watch import fingerprints, watch_files
 from kvguard.guard.last_words import write_last_words
 from kvguard.guard.prepare import Prepared
 from kvguard.guard.reference_start import ReferenceStart
@@ -74,6 +74,7 @@ class Guard:
         self._outputs = outputs
         self._first_batch: FirstBatch | None = None
         self._answered: tuple[Check, ...] = ()
+        self._files = fingerprints(prepared.declared.directory)
         self._reference = reference
         self._prepared = prepared
         self._plan = plan
@@ -429,7 +430,7 @@ class Guard:
         every = self._settings.reverify
         watch = DriftWatch(self._board, first, lambda: self._again(client), self._record_drift, policy, every=every)
         self._watching = watch
-        files = watch_files(self._prepared.declared.directory, watch.ask, self._settings.refresh)
+        files = watch_files(self._prepared.declared.directory, self._files, watch.ask, self._settings.refresh)
         await asyncio.gather(watch.run(), files)
 
     def _probes(self, client: EngineClient) -> Coroutine[Any, Any, None]:

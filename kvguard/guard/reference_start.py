@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvguard.engine.connectors import connectors_of
 from kvguard.engine.plan import Plan
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.guard.prepare import Prepared, plan_for, prepare
@@ -19,8 +20,20 @@ NAME = "reference"
 SIXTEEN_BIT = Policy(kv_cache=KVCachePolicy(dtype=(MODEL_DTYPE,), min_confidence=Confidence.PROVEN))
 """What the reference must be, in a policy's words."""
 
-_LEFT_OUT = frozenset({"--kv-cache-dtype-skip-layers", "--calculate-kv-scales", "--kv-events-config", "--enable-log-requests"})
-"""Flags of a quantized cache, of an address that two engines cannot share, and those that would log probes' prompts."""
+_LEFT_OUT = frozenset(
+    {
+        "--kv-cache-dtype-skip-layers",
+        "--calculate-kv-scales",
+        "--kv-events-config",
+        "--enable-log-requests",
+        "--kv-transfer-config",
+        "--ec-transfer-config",
+        "--kv-offloading-size",
+        "--kv-offloading-backend",
+    }
+)
+"""Flags of a quantized cache, of an address or a store that two engines cannot share, and those that would log probes'
+prompts."""
 
 _DTYPE = "--kv-cache-dtype"
 
@@ -57,6 +70,9 @@ def start_reference(
     command = prepared.command
     if any(use.name == _DTYPE and len(kept) <= use.start < len(kept) + len(more) for use in command.uses if use.count):
         raise UsageError(f"--shadow-launch-flag {_DTYPE}: the reference's KV cache is always 16-bit; leave this flag out")
+    if connectors := connectors_of(command):
+        flag = connectors[0]["flag"]
+        raise UsageError(f"--shadow-launch: the reference's command: {flag}: it takes no KV blocks from elsewhere")
     if problems := [describe(check) for check in violations(prepared.checks)]:
         raise UsageError(f"--shadow-launch: no 16-bit reference of this model: {'; '.join(problems)}")
     plan = plan_for(prepared, run_directory, env, colour=False, name=NAME)

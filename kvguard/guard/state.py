@@ -25,6 +25,7 @@ class Event(StrEnum):
     VERDICT_REFUSES = "verdict_refuses"
     DRIFT_FOUND = "drift_found"
     DRIFT_GONE = "drift_gone"
+    ENGINE_LOST = "engine_lost"
     STOP_REQUESTED = "stop_requested"
     ENGINE_ENDED = "engine_ended"
     STOPPED = "stopped"
@@ -37,6 +38,11 @@ _TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.VERIFYING, Event.VERDICT_REFUSES): State.REFUSED,
     (State.SERVING, Event.DRIFT_FOUND): State.DRIFTED,
     (State.DRIFTED, Event.DRIFT_GONE): State.SERVING,
+    # An engine that is not ours may go away and come back; then it is as at its start.
+    (State.VERIFYING, Event.ENGINE_LOST): State.STARTING,
+    (State.SERVING, Event.ENGINE_LOST): State.STARTING,
+    (State.DRIFTED, Event.ENGINE_LOST): State.STARTING,
+    (State.REFUSED, Event.ENGINE_LOST): State.STARTING,
     (State.SERVING, Event.STOP_REQUESTED): State.DRAINING,
     (State.DRIFTED, Event.STOP_REQUESTED): State.DRAINING,
     (State.STARTING, Event.STOP_REQUESTED): State.STOPPED,

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvguard.record.diff import Difference, diff_records
 
-_CONSEQUENCES = ("effective", "checks", "declared", "predicted", "observed", "plan", "policy", "calibration", "layers")
+_CONSEQUENCES = ("effective", "checks", "declared", "predicted", "observed", "plan", "policy", "calibration", "layers", "drift")
 """Parts that follow from the cache, the policy, or from files that are compared as subjects. Of the layers, their number
 and names must be equal: that difference's path is `layers` itself."""
 

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import kvguard
+from kvguard.guard.drift import FIELDS
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
 from kvguard.telemetry.families import Family
@@ -48,7 +49,13 @@ _GUARD = (
     ),
     Family("kvguard_state", "gauge", "1 for the state the guard is in, 0 for the others.", ("state",)),
     Family("kvguard_check_status", "gauge", "1 for the current result of each policy check.", ("check", "result")),
-    Family("kvguard_last_verified_timestamp_seconds", "gauge", "Unix time of the last verification."),
+    Family(
+        "kvguard_last_verified_timestamp_seconds",
+        "gauge",
+        "Unix time of the last verification that confirmed or changed the verdict.",
+    ),
+    Family("kvguard_verification_stale", "gauge", "1 while the last verification could not confirm the verdict, which stands."),
+    Family("kvguard_drift_total", "counter", "Times that a field began to differ from what was established.", ("field",)),
     Family("kvguard_kv_cache_capacity_bytes", "gauge", "Bytes of KV cache of this replica."),
     Family("kvguard_kv_cache_used_bytes", "gauge", "Bytes of KV cache that running requests hold."),
     Family("kvguard_kv_cache_bytes_per_token", "gauge", "Bytes of KV cache a token takes, over all layers."),
@@ -74,8 +81,8 @@ _BY_NAME = {family.name: family for family in FAMILIES}
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
-# The whole replica stays under 250 series: some 70 here, 34 of the histograms, 80 of shadow probes, the rest the guard's.
-_MAX_REQUEST_SERIES = 48
+# The whole replica stays under 250 series: some 62 here, 34 of the histograms, 80 of shadow probes, the rest the guard's.
+_MAX_REQUEST_SERIES = 40
 _MAX_CHECKS = 40
 _METHODS = frozenset({"GET", "POST"})
 
@@ -145,6 +152,7 @@ class GuardCollector(Collector):
         yield _effective(status)
         yield _state(status)
         yield _checks(status)
+        yield from _drift(status)
         yield from _figures(status)
 
 
@@ -187,6 +195,19 @@ def _checks(status: Status) -> Metric:
     for name, result in current.items():
         metric.add_sample("kvguard_check_status", {"check": name, "result": result}, 1)
     return metric
+
+
+def _drift(status: Status) -> Iterator[Metric]:
+    """From the first verification on, all fields of it, so that a rate sees the first drift."""
+    if status.last_verified is None:
+        return
+    stale = _metric("kvguard_verification_stale")
+    stale.add_sample("kvguard_verification_stale", {}, int(bool(status.stale)))
+    yield stale
+    drift = _metric("kvguard_drift_total")
+    for name in FIELDS:
+        drift.add_sample("kvguard_drift_total", {"field": name}, status.drift_counts.get(name, 0))
+    yield drift
 
 
 def _figures(status: Status) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ import pytest
 
 from guarded import KVGUARD
 from kvguard.cli import main as command
-from kvguard.cli import serve
+from kvguard.cli import standing
 from kvguard.engine.plan import Listen
 from kvguard.proxy.server import TLS, bind
 from kvguard.vocabulary import EngineDied, EngineFailed, PolicyRefusal, UsageError
@@ -57,45 +57,45 @@ def test_a_management_port_that_another_start_has_just_taken(monkeypatch: pytest
         port = first.getsockname()[1]
         second = bind("127.0.0.1", port)
         first.listen()
-        monkeypatch.setattr(serve, "bind", lambda *_: second)
+        monkeypatch.setattr(standing, "bind", lambda *_: second)
         with pytest.raises(UsageError, match=rf"127\.0\.0\.1:{port}: Address already in use; choose another --management-port"):
-            serve._management_socket("127.0.0.1", port)
+            standing._management_socket("127.0.0.1", port)
         assert second.fileno() == -1
 
 
 def test_a_file_that_is_no_socket_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert not serve._abandoned(tmp_path / "file")
-    assert not serve._abandoned(tmp_path / "none")
+    assert not standing._abandoned(tmp_path / "file")
+    assert not standing._abandoned(tmp_path / "none")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
         gone.bind(str(tmp_path / "s"))
-    assert serve._abandoned(tmp_path / "s")
+    assert standing._abandoned(tmp_path / "s")
 
 
 def test_tls_is_as_the_command_said() -> None:
     listen = Listen(host="h", port=1, ssl_keyfile="k", ssl_certfile="c", ssl_ca_certs="ca", ssl_cert_reqs=2, ssl_ciphers="X")
-    assert serve._tls(listen) == TLS(keyfile="k", certfile="c", ca_certs="ca", cert_reqs=2, ciphers="X")
-    assert serve._tls(Listen(host="h", port=1)) is None
+    assert standing._tls(listen) == TLS(keyfile="k", certfile="c", ca_certs="ca", cert_reqs=2, ciphers="X")
+    assert standing._tls(Listen(host="h", port=1)) is None
 
 
 def test_the_termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVGUARD_TERMINATION_LOG", raising=False)
-    monkeypatch.setattr(serve, "_TERMINATION_LOG", tmp_path / "none")
-    assert serve._termination_log() is None
-    monkeypatch.setattr(serve, "_TERMINATION_LOG", tmp_path)
-    assert serve._termination_log() == tmp_path
+    monkeypatch.setattr(standing, "_TERMINATION_LOG", tmp_path / "none")
+    assert standing.termination_log() is None
+    monkeypatch.setattr(standing, "_TERMINATION_LOG", tmp_path)
+    assert standing.termination_log() == tmp_path
     monkeypatch.setenv("KVGUARD_TERMINATION_LOG", "/named")
-    assert serve._termination_log() == Path("/named")
+    assert standing.termination_log() == Path("/named")
 
 
 def test_our_own_start_counts_as_our_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < time.monotonic() - serve._process_start() < time.monotonic() + 3600
+    assert 0 < time.monotonic() - standing.process_start() < time.monotonic() + 3600
 
     def unreadable(*_: object, **__: object) -> str:
         raise OSError
 
     monkeypatch.setattr(Path, "read_text", unreadable)
-    assert time.monotonic() - serve._process_start() < 60
+    assert time.monotonic() - standing.process_start() < 60
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

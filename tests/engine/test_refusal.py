@@ -26,7 +26,7 @@ BACKEND = "kv_cache: {dtype: fp8_e4m3}\nengine: {attention_backend: FLASH_ATTN}\
         ("plain", ("--calculate-kv-scales",), "", 2, ("removed in 0.28.0", "instead")),
         ("plain", ("--kv-cache-dtype", "fp8"), "kv_cache: {scales: runtime}", 3, ("cannot be established yet",)),
         ("plain", ("--kv-cache-dtype", "FP8"), "", 2, ("'FP8'", "fp8_e4m3")),
-        ("plain", ("--data-parallel-size", "2"), "", 2, ("data_parallel",)),
+        ("plain", ("--data-parallel-rank", "0"), "", 2, ("data_parallel_external",)),
         ("plain", (), "engine: {version: '<0.30'}", 3, ("0.32.0", "<0.30")),
     ],
 )

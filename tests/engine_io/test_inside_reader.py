@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvguard.engine.client import EVIDENCE_PATH
-from kvguard.evidence.replies import parse_replies
-from kvguard.evidence.tensors import claims
+from kvguard.evidence.replies import TensorReading, parse_replies
+from kvguard.evidence.tensors import claims, disagreements, gaps, invalid_scales
 from worker_fakes import Storage, Tensor, attention, model, scale, state
 
 SECRET = "sesame-and-more"
@@ -275,3 +275,82 @@ def test_one_question_at_a_time() -> None:
 
     asyncio.run(several())
     assert (engine.asked, engine.most_together) == (4, 1)
+
+
+# Data parallelism
+
+
+class Engines:
+    """vLLM's client of several engines (0.32.0 v1/engine/core_client.py: DPLBAsyncMPClient): `collective_rpc` asks each of
+    them and returns what the first one answers; each can be asked by itself."""
+
+    def __init__(self, *engines: list[Any], configured: int | None = None) -> None:
+        self.core_engines = [number.to_bytes(2, "little") for number in range(len(engines))]
+        self.engine_core = self
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=configured or len(engines)))
+        self._workers = dict(zip(self.core_engines, engines, strict=True))
+        self.fails: dict[bytes, Exception] = {}
+        self.answered: list[bytes] = []
+
+    async def _call_utility_async(self, utility: str, *args: Any, engine: bytes) -> Any:
+        method, timeout, arguments, keywords = args
+        assert (utility, timeout, keywords) == ("collective_rpc", None, None)
+        await asyncio.sleep(0)
+        self.answered.append(engine)
+        if engine in self.fails:
+            raise self.fails[engine]
+        return [getattr(one, method)(*arguments) for one in self._workers[engine]]
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        calls = [self._call_utility_async("collective_rpc", method, None, args, None, engine=e) for e in self.core_engines]
+        return (await asyncio.gather(*calls))[0]
+
+
+def ask_engines(engines: Engines, inside: ModuleType) -> tuple[int, TensorReading | None, dict[str, Any]]:
+    status, document = asyncio.run(Caller(engines, inside).get(EVIDENCE_PATH, KEY))  # type: ignore[arg-type]
+    return status, parse_replies(document, "n1") if status == 200 else None, document
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "moe"])
+def test_every_data_parallel_engine_is_asked(dense: bool) -> None:
+    """Engines of a dense model each think they are alone; those of a mixture of experts know their number."""
+    inside = load()
+    more = [{} if dense else {"data_parallel_size": 2, "data_parallel_rank": number} for number in range(2)]
+    engines = Engines(
+        *([worker(model(2, dtype), inside, **known)] for dtype, known in zip(("fp8_e4m3", "bfloat16"), more, strict=True))
+    )
+    status, reading, _ = ask_engines(engines, inside)
+    assert status == 200
+    assert reading is not None
+    assert (reading.engines, reading.expected_ranks) == (2, 2)
+    assert [reply.who for reply in reading.replies] == ["DP 0 rank 0", "DP 1 rank 0"]
+    assert gaps(reading) == ()
+    assert any("kv_cache_dtype" in text for text in disagreements(reading))
+
+
+def test_an_engine_that_this_server_does_not_reach_is_missing() -> None:
+    inside = load()
+    engines = Engines([worker(model(1), inside)], [worker(model(1), inside)], configured=3)
+    _, reading, _ = ask_engines(engines, inside)
+    assert reading is not None
+    assert gaps(reading) == ("2 of 3 ranks answered",)
+
+
+def test_one_engine_that_fails_is_an_error_and_all_are_waited_for() -> None:
+    inside = load()
+    engines = Engines([worker(model(1), inside)], [worker(model(1), inside)])
+    engines.fails = {engines.core_engines[0]: RuntimeError("worker died")}
+    status, _, document = ask_engines(engines, inside)
+    assert (status, document) == (500, {"error": "RuntimeError: worker died"})
+    assert engines.answered == engines.core_engines
+
+
+def test_scales_that_differ_between_device_and_host_are_invalid() -> None:
+    """Waking from sleep sets the device's scales to 1.0 and leaves the host's (0.12.0..0.28.0, V1 runner)."""
+    inside = load()
+    woken = worker(model(1, _k_scale=scale(1.0)), inside)
+    _, reading, _ = ask_engines(Engines([worker(model(1), inside)], [woken]), inside)
+    assert reading is not None
+    assert invalid_scales(reading) == (
+        "DP 1 rank 0 layer model.layers.0.self_attn.attn: k_scale is 1.0 on the device and 0.05 on the host",
+    )

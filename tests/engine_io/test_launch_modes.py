@@ -11,6 +11,8 @@ from launches import command
 
 # Every mode of the table: flags (or an environment) that use it, and ones that do not.
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tensor_parallel": (("-tp", "2"), ("--tensor-parallel-size", "1")),
+    "pipeline_parallel": (("-pp", "2"), ()),
     "several_api_servers": (("--api-server-count", "2"), ("--api-server-count", "1")),
     "data_parallel": (("-dp", "4"), ("--data-parallel-size=1",)),
     "data_parallel_external": (("--data-parallel-rank", "0"), ()),
@@ -56,10 +58,45 @@ def test_every_mode_of_the_table_is_tried_here() -> None:
 @pytest.mark.parametrize("mode", launch_modes(), ids=lambda mode: mode.id)
 def test_a_mode_is_found_and_explained(mode: LaunchMode) -> None:
     refused, degraded = used(MODES[mode.id][0])
-    assert mode in (refused if mode.support == "refused" else degraded)
+    assert (mode in refused, mode in degraded) == (mode.support == "refused", mode.support == "degraded")
     assert mode.because
     assert mode.source
-    assert mode.do or mode.support == "degraded"
+    assert mode.do or mode.support != "refused"
+
+
+def test_what_each_mode_is() -> None:
+    """A mode that changes its place here changes what users can start."""
+    placed: dict[str, set[str]] = {}
+    for mode in launch_modes():
+        placed.setdefault(mode.support, set()).add(mode.id)
+    assert placed == {
+        "supported": {"tensor_parallel", "pipeline_parallel"},
+        "degraded": {
+            "several_api_servers",
+            "data_parallel",
+            "sleep_mode",
+            "kv_connector",
+            "kv_offload",
+            "encoder_connector",
+            "speculative",
+            "no_statistics",
+            "dev_mode",
+        },
+        "refused": {
+            "data_parallel_external",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_start_rank",
+            "data_parallel_multi_port",
+            "headless",
+            "several_nodes",
+            "ray",
+            "grpc",
+            "rust_front_end",
+            "snapshot",
+            "elastic_experts",
+        },
+    }
 
 
 @pytest.mark.parametrize("mode", launch_modes(), ids=lambda mode: mode.id)
@@ -70,7 +107,7 @@ def test_a_mode_is_not_found_where_it_is_not_used(mode: LaunchMode) -> None:
 
 def test_a_mode_in_the_config_file_counts() -> None:
     typed = command("--config", "c.yaml", config=b"data-parallel-size: 2\nkv_transfer_config: {kv_connector: X}\n")
-    assert [mode.id for mode in refused_modes(typed, {})] == ["data_parallel", "kv_connector"]
+    assert [mode.id for mode in degraded_modes(typed, {})] == ["data_parallel", "kv_connector"]
 
 
 @pytest.mark.parametrize("value", ["auto", "²", ""])

@@ -133,7 +133,7 @@ def test_what_only_an_engine_tells_is_unverified_and_allowed():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--data-parallel-size", "2"), "data_parallel"),
+        (("--data-parallel-rank", "0"), "data_parallel_external"),
         (("--kv-cache-dtype", "fp9"), "does not know"),
         (("--nonsense",), "no such flag"),
     ],

@@ -93,7 +93,12 @@ def test_the_key_is_the_primarys(start: Callable[..., ReferenceStart]) -> None:
         ((), ("--kv-cache-dt fp8",), "plain", "always 16-bit; leave this flag out|ambiguous"),
         ((), ("--no-such-flag",), "plain", "--shadow-launch: the reference's command: .*no such flag"),
         ((), ('--seed "',), "plain", "--shadow-launch-flag '--seed \"': No closing quotation"),
-        ((), ("--kv-transfer-config.kv_connector=X",), "plain", "the reference's command: launch mode kv_connector"),
+        (
+            (),
+            ("--kv-transfer-config.kv_connector=X",),
+            "plain",
+            "the reference's command: --kv-transfer-config: it takes no KV blocks",
+        ),
         (("--kv-cache-dtype", "fp8"), (), "unsaid", "no 16-bit reference of this model: .*own dtype is not known"),
     ],
 )

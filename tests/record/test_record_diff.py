@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvguard.record.build import RecordInput, build_record
 from kvguard.record.diff import diff_records
+from kvguard.record.statement import Statement
 from kvguard.vocabulary import CheckResult, Claim, ScaleState, Source, Stage
 from record_samples import layer, sample
 
@@ -113,3 +114,13 @@ def test_the_difference_is_empty_exactly_when_the_digests_are_equal(one: list[Cl
     equal = a["predicate"]["content_digest"] == b["predicate"]["content_digest"]
     assert (diff_records(a, b) == ()) is equal
     assert diff_records(a, a) == ()
+
+
+def test_drift_is_a_part_of_the_record_and_of_a_difference() -> None:
+    drifted = sample().model_copy(update={"drift": ({"field": "kv_scales", "before": "checkpoint", "after": "invalid"},)})
+    plain, later = build_record(sample()), build_record(drifted)
+    assert "drift" not in plain["predicate"]
+    assert later["predicate"]["drift"] == [{"field": "kv_scales", "before": "checkpoint", "after": "invalid"}]
+    [difference] = diff_records(plain, later)
+    assert difference.model_dump() == {"path": "drift.kv_scales", "a": None, "b": "checkpoint before, invalid"}
+    assert Statement.model_validate(later).predicate.drift[0]["after"] == "invalid"

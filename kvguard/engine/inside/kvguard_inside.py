@@ -151,12 +151,12 @@ class _ExactAttention:
     Everything else about the implementation is the original's.
     """
 
-    def __init__(self, layer: Any, original: Any, choice: dict[str, Any], index: int, amax: dict[str, Any] | None) -> None:
+    def __init__(self, layer: Any, original: Any, choice: dict[str, Any], index: int, ranges: dict[str, Any] | None) -> None:
         self._layer = layer
         self._original = original
         self._choice = choice
         self._index = index
-        self._amax = amax
+        self._ranges = ranges
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -168,12 +168,9 @@ class _ExactAttention:
         import torch  # noqa: PLC0415
 
         original, choice = self._original, self._choice
-        if self._amax is not None:
-            self._amax[layer.layer_name] = [
-                key.float().abs().amax(dim=(0, 2)).tolist(),
-                value.float().abs().amax(dim=(0, 2)).tolist(),
-            ]
         q, k, v = query.float(), key.float(), value.float()
+        if self._ranges is not None:
+            self._ranges[layer.layer_name] = {"k": _range(k), "v": _range(v)}
         if choice.get("format"):
             k_scale, v_scale = self._scales(k, v)
             k = _fake_quantize(k, k_scale, choice["format"], choice.get("rounding", "nearest"))
@@ -225,6 +222,20 @@ class _ExactAttention:
     def _query_scale(self) -> Any:
         own = getattr(self._layer, "_q_scale", None)
         return 1.0 if own is None else _broadcast(own)
+
+
+def _range(values: Any) -> dict[str, Any]:
+    """What a calibration needs of keys or values [tokens, heads, size]: max |x| of each head, and how many numbers
+    e4m3 at scale 1.0 would saturate (above 448), lose (not zero, below its smallest number 2^-9) or keep with fewer
+    than three bits of mantissa (below 2^-6)."""
+    size = values.abs()
+    return {
+        "amax": [_number(value) for value in size.amax(dim=(0, 2)).tolist()],
+        "count": size.numel(),
+        "saturated": int((size > _E4M3_MAX).sum()),
+        "underflowed": int(((size > 0) & (size < 2.0**-9)).sum()),
+        "subnormal": int(((size > 0) & (size < 2.0**-6)).sum()),
+    }
 
 
 def _given(scale: Any, tensor: Any) -> Any:
@@ -297,12 +308,12 @@ def _wrong_scales(choices: list[dict[str, Any]], layers: int) -> str:
     return ""
 
 
-def _swap(layers: dict[str, Any], choice: dict[str, Any], amax: dict[str, Any] | None) -> list[tuple[Any, Any, Any]]:
+def _swap(layers: dict[str, Any], choice: dict[str, Any], ranges: dict[str, Any] | None) -> list[tuple[Any, Any, Any]]:
     """Put exact attention into every layer; returns what `_restore` needs. Query quantization is off meanwhile."""
     before = []
     for index, layer in enumerate(layers.values()):
         before.append((layer, layer.impl, getattr(layer, "query_quant", None)))
-        layer.impl = _ExactAttention(layer, layer.impl, choice, index, amax)
+        layer.impl = _ExactAttention(layer, layer.impl, choice, index, ranges)
         if before[-1][2] is not None:
             layer.query_quant = None
     return before
@@ -315,7 +326,7 @@ def _restore(before: list[tuple[Any, Any, Any]]) -> None:
             layer.query_quant = query_quant
 
 
-def _run_pass(worker: Any, request: dict[str, Any], choice: dict[str, Any], amax: dict[str, Any] | None) -> dict[str, Any]:
+def _run_pass(worker: Any, request: dict[str, Any], choice: dict[str, Any], ranges: dict[str, Any] | None) -> dict[str, Any]:
     """One forward over the whole sequence; logits only for the positions that predict the scored tokens."""
     import torch  # noqa: PLC0415
     from vllm.forward_context import set_forward_context  # noqa: PLC0415
@@ -324,7 +335,7 @@ def _run_pass(worker: Any, request: dict[str, Any], choice: dict[str, Any], amax
     model = runner.get_model() if hasattr(runner, "get_model") else runner.model
     input_ids = torch.tensor(ids, dtype=torch.int32, device=runner.device)
     positions = torch.arange(len(ids), dtype=torch.int64, device=runner.device)
-    before = _swap(_attention_layers(runner), choice, amax)
+    before = _swap(_attention_layers(runner), choice, ranges)
     try:
         context = set_forward_context(None, worker.vllm_config, num_tokens=len(ids), slot_mapping={}, skip_compiled=True)
         with torch.inference_mode(), context:
@@ -417,6 +428,7 @@ class WorkerExtension(_BASE):  # type: ignore[misc,valid-type]
         A choice: {label, format: null|"fp8_e4m3"|"fp8_e5m2"|"int8", rounding,
         scales: "engine"|"unit"|"per_token_head"|{k: […], v: […]}, query, probabilities}. `at` lists, for each scored
         position, further ids whose log probabilities are wanted.
+        With `ranges`, the reply's `ranges` say what each layer's keys and values span (`_range`).
         """
         begun = time.perf_counter()
         reply: dict[str, Any] = {"nonce": nonce, "rank": getattr(self, "rank", None), "error": None, "passes": []}
@@ -430,9 +442,9 @@ class WorkerExtension(_BASE):  # type: ignore[misc,valid-type]
             elif not 0 < request["start"] < len(request["ids"]) <= limit:
                 reply["error"] = f"{len(request['ids'])} tokens from {request['start']}: at most {limit} in one batch"
             else:
-                amax: dict[str, Any] | None = {} if request.get("amax") else None
-                reply["passes"] = [_run_pass(self, request, choice, amax) for choice in request["passes"]]
-                reply["amax"] = amax
+                ranges: dict[str, Any] | None = {} if request.get("ranges") else None
+                reply["passes"] = [_run_pass(self, request, choice, ranges) for choice in request["passes"]]
+                reply["ranges"] = ranges
         except Exception as error:
             reply["error"] = f"{type(error).__name__}: {error}"
         reply["seconds"] = time.perf_counter() - begun
@@ -445,11 +457,14 @@ def _engine_version() -> str:
     return str(vllm.__version__)
 
 
-def _expected_ranks(replies: Any) -> int | None:
+def _expected_ranks(client: Any, replies: Any) -> int | None:
+    """TP × PP × DP, by the replies; the front end's own configuration may know of more engines."""
+    parallel = getattr(getattr(client, "vllm_config", None), "parallel_config", None)
+    configured = _config(parallel, "data_parallel_size") if parallel is not None else None
     for reply in replies:
         if isinstance(reply, dict) and isinstance(reply.get("tp_size"), int):
-            sizes = [reply.get(name) or 1 for name in ("tp_size", "pp_size", "dp_size")]
-            return int(sizes[0] * sizes[1] * sizes[2])
+            tp, pp, dp = (reply.get(name) or 1 for name in ("tp_size", "pp_size", "dp_size"))
+            return int(tp * pp * max(dp, configured if isinstance(configured, int) else 1))
     return None
 
 
@@ -488,11 +503,44 @@ class EvidenceMiddleware:
             try:
                 client = scope["app"].state.engine_client
                 arguments = (nonce,) if question is None else (nonce, question)
-                replies = await client.collective_rpc(method, args=arguments)
+                ask = _every_engine if method == "kvguard_read" else _first_engine
+                replies = await ask(client, method, arguments)
             except Exception as error:
                 await _answer(send, 500, {"error": f"{type(error).__name__}: {error}"})
                 return
-        await _answer(send, 200, {"replies": list(replies), "expected_ranks": _expected_ranks(replies)})
+        await _answer(send, 200, {"replies": replies, "expected_ranks": _expected_ranks(client, replies)})
+
+
+async def _first_engine(client: Any, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """The replies of an engine's ranks; with data parallelism of the first engine's only."""
+    return list(await client.collective_rpc(method, args=arguments))
+
+
+async def _every_engine(client: Any, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """The replies of every data-parallel engine that this API server balances over, each with its engine's number.
+
+    collective_rpc asks all of them and returns one's answer (0.8.5..0.32.0 v1/engine/core_client.py), so each is asked by
+    itself. A dense model's engines think that they are alone (0.32.0 v1/engine/core.py: data_parallel_size = 1), so their
+    own ranks would all look like the first's.
+    """
+    core: Any = getattr(client, "engine_core", None)
+    engines = getattr(core, "core_engines", None) or ()
+    if len(engines) < 2:
+        return await _first_engine(client, method, arguments)
+    call = core._call_utility_async
+    asked = [call("collective_rpc", method, None, arguments, None, engine=engine) for engine in engines]
+    # All are waited for, whatever one of them answers: a reply left behind would be the next question's.
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    replies = []
+    for number, answer in enumerate(answers):
+        if isinstance(answer, BaseException):
+            raise answer
+        for reply in answer:
+            size = max(reply.get("dp_size") or 1, len(engines))
+            replies.append(
+                {**reply, "dp_rank": reply["dp_rank"] if (reply.get("dp_size") or 1) > 1 else number, "dp_size": size}
+            )
+    return replies
 
 
 async def _body(receive: Any) -> bytes:

@@ -1,0 +1,153 @@
+"""`kvguard attach` as a process, in front of an engine in miniature."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from checkpoint_fakes import SMOLLM2, write
+from guarded import KVGUARD, free_port
+from plain_engine import PlainEngine
+
+FP8 = "kv_cache: {dtype: fp8_e4m3}\n"
+
+
+class Attach:
+    """One `kvguard attach`."""
+
+    def __init__(self, directory: Path, *options: str, policy: str = FP8):
+        self.directory = directory
+        self.port, self.management = free_port(), free_port()
+        (directory / "policy.yaml").write_text(policy)
+        command = [
+            KVGUARD,
+            "attach",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--policy",
+            str(directory / "policy.yaml"),
+        ]
+        command += [
+            "--management-port",
+            str(self.management),
+            "--record-dir",
+            str(directory / "records"),
+            "--settle",
+            "0",
+            *options,
+        ]
+        env = {**os.environ, "HOME": str(directory), "KVGUARD_TERMINATION_LOG": str(directory / "last")}
+        with (directory / "err").open("wb") as err:
+            self.process = subprocess.Popen(command, stderr=err, env=env)
+
+    @property
+    def err(self) -> str:
+        return (self.directory / "err").read_text()
+
+    def wait_ready(self) -> None:
+        self.until(lambda: self.management_get("/readyz") == 200)
+
+    def management_get(self, path: str) -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.management}{path}", trust_env=False, timeout=60).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not reached():
+            assert self.process.poll() is None, self.err
+            assert time.monotonic() < deadline, self.err
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[PlainEngine]:
+    one = PlainEngine(str(write(tmp_path / "model", SMOLLM2, {})), "fp8_e4m3")
+    one.root = str(tmp_path / "model")
+    yield one
+    one.end()
+
+
+@pytest.fixture
+def attach(tmp_path: Path) -> Iterator[Callable[..., Attach]]:
+    started: list[Attach] = []
+
+    def start(*options: str, policy: str = FP8) -> Attach:
+        started.append(Attach(tmp_path, *options, policy=policy))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.wait(60)
+
+
+def test_requests_pass_with_the_four_headers_and_sigterm_leaves_the_engine(
+    engine: PlainEngine, attach: Callable[..., Attach]
+) -> None:
+    """The prediction names the width that capacity shows: files and command ask for nothing, so it is only a width here."""
+    run = attach("--engine", engine.url, "--kv-bytes", "1GiB", "--reverify", "0", policy="{}")
+    run.wait_ready()
+    answer = httpx.post(f"http://127.0.0.1:{run.port}/v1/completions", json={"prompt": "x"}, trust_env=False, timeout=60)
+    assert answer.status_code == 200
+    headers = {name: value for name, value in answer.headers.items() if name.startswith("x-kvguard-")}
+    assert headers["x-kvguard-kv-cache-dtype"] == "8-bit"
+    assert headers["x-kvguard-confidence"] == "corroborated"
+    assert headers["x-kvguard-record"].startswith("sha256:")
+    asked = engine.asked.count("/version"), engine.asked.count("/is_sleeping")
+    assert httpx.post(f"http://127.0.0.1:{run.port}/wake_up", trust_env=False, timeout=60).status_code == 200
+    run.until(lambda: engine.asked.count("/is_sleeping") > asked[1])
+    run.until(lambda: "/wake_up was answered" in run.err)
+    assert engine.asked.count("/version") == asked[0]  # the same run of it
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(60) == 0
+    assert httpx.get(f"{engine.url}/health", trust_env=False, timeout=60).status_code == 200
+
+
+def test_a_refusal_is_exit_3_and_one_line_to_the_orchestrator(engine: PlainEngine, attach: Callable[..., Attach]) -> None:
+    run = attach("--engine", engine.url, "--kv-bytes", "1GiB", policy="kv_cache: {dtype: 16bit}\n")
+    assert run.process.wait(60) == 3
+    assert (run.directory / "last").read_text().startswith("refused by policy: kv_cache_dtype fail")
+    assert "Traceback" not in run.err
+    assert httpx.get(f"{engine.url}/health", trust_env=False, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--engine", "http://["), "not a URL"),
+        (("--engine", "http://"), "not a URL (no host)"),
+        (("--engine", "http://127.0.0.1:1", "--log", "/none/engine.log"), "engine log /none/engine.log: cannot be read"),
+        (("--engine", "http://127.0.0.1:1", "--kv-bytes", "lots"), "--kv-bytes 'lots': not a size"),
+        (("--engine", "http://127.0.0.1:1", "--ssl-keyfile", "k.pem"), "TLS needs --ssl-certfile as well"),
+        (("--engine", "http://127.0.0.1:1", "--management-host", "no.such.host.invalid"), "the host has no address"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_2(attach: Callable[..., Attach], options: tuple[str, ...], says: str) -> None:
+    run = attach(*options)
+    assert run.process.wait(60) == 2
+    assert says in run.err
+    assert "Traceback" not in run.err
+
+
+def test_a_checkpoint_that_cannot_be_read_is_exit_2(engine: PlainEngine, attach: Callable[..., Attach], tmp_path: Path) -> None:
+    run = attach("--engine", engine.url, "--checkpoint", str(tmp_path / "nothing"))
+    assert run.process.wait(60) == 2
+    assert "not a readable model directory" in run.err
+
+
+def test_an_engine_that_does_not_come_is_exit_4(attach: Callable[..., Attach]) -> None:
+    run = attach("--engine", f"http://127.0.0.1:{free_port()}", "--start-timeout", "1")
+    assert run.process.wait(60) == 4
+    assert (run.directory / "last").read_text().startswith("engine failed to start: no healthy engine at")
