@@ -23,7 +23,7 @@ help:
 	@echo "make serve      the same, and leave it running on port 8000"
 	@echo "make test       linters, types and all tests, those on a real engine included"
 	@echo "make test-long  the tests that need longer, in full"
-	@echo "make bench      what shadow probes cost clients, as ratios in one run"
+	@echo "make bench      what the hop and what shadow probes cost clients, as ratios in one run each"
 	@echo "make lint       linters and types only"
 	@echo "make setup      kvguard's own environment, .venv"
 	@echo "make engine     the CPU engines (vLLM 0.32.0 and 0.27.1), the model and its variants, in the cache"
@@ -71,6 +71,8 @@ test-long: engine
 	$(BIN)/pytest -m long
 
 bench: engine
+	$(BIN)/python tests/bench/data_plane.py
+	$(BIN)/python tests/bench/real_engine.py
 	$(BIN)/python tests/bench/shadow_impact.py
 
 clean:

@@ -174,8 +174,8 @@ class ShadowPolicy(Frozen):
     )
     require_opt_in: bool = Field(
         default=False,
-        description="Whether only requests with the header `x-kvguard-shadow: on` may be probed. Default: false; a request that "
-        "says `off` never is, prompts stay in memory, and no output has them.",
+        description="Whether only requests with the header `x-kvguard-shadow: on` may be probed. Default: false; a request "
+        "that says `off` never is, prompts stay in memory, and no output has them.",
     )
     measure_ranges: bool = Field(
         default=False,

@@ -1,18 +1,20 @@
 """The forwarder: a pure ASGI app that relays every path and method to the engine while the gate is open.
 
-WebSockets are refused: a websocket scope is closed before it is accepted (code 1011, HTTP 403), and a plain
-request that asks for the upgrade gets 501.
+A WebSocket comes as the HTTP request that asks for it (see `protocol.Protocol`): the gate, the headers and the counters
+are those of any request, and it is in flight until it closes.
 """
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Protocol
 
 import structlog
 
 from kvguard.guard.gate import Gate
 from kvguard.guard.surface import Tap
+from kvguard.proxy.access_log import AccessLog, line
 from kvguard.proxy.asgi import Receive, Scope, Send
 from kvguard.proxy.exchange import Exchange, Outcome
 from kvguard.proxy.paths import route_label
@@ -64,7 +66,9 @@ class InFlight:
 class Forwarder:
     """The ASGI app. Its HTTP client lives from lifespan startup to lifespan shutdown, on the serving loop."""
 
-    def __init__(self, gate: Gate, upstream: Upstream, observer: Observer, limits: Limits | None = None) -> None:
+    def __init__(
+        self, gate: Gate, upstream: Upstream, observer: Observer, limits: Limits | None = None, *, access_log: bool = False
+    ) -> None:
         self.gate = gate
         self.upstream = upstream
         self.observer = observer
@@ -72,6 +76,7 @@ class Forwarder:
         self.in_flight = InFlight()
         self.tap: Tap | None = None
         self._client: Client | None = None
+        self._access_log = AccessLog() if access_log else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI scope."""
@@ -80,8 +85,7 @@ class Forwarder:
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
-            await receive()
-            await send({"type": "websocket.close", "code": 1011, "reason": "kvguard does not relay WebSockets"})
+            raise RuntimeError(f"the forwarder has no use for an ASGI scope of type {scope['type']}")
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._client is None:
@@ -90,7 +94,7 @@ class Forwarder:
         exchange = Exchange(self.gate, self._client, self.limits, scope=scope, receive=receive, send=send)
         self.in_flight.enter()
         self.observer.request_started(route)
-        exchange.on_first_byte = lambda seconds: self.observer.first_byte(route, seconds)
+        exchange.on_first_byte = partial(self.observer.first_byte, route)
         try:
             await exchange.run()
             if exchange.status == _OK and exchange.outcome is Outcome.OK:
@@ -98,6 +102,8 @@ class Forwarder:
         finally:
             self.observer.finished(route, scope["method"], exchange.status, exchange.elapsed(), exchange.outcome)
             self.in_flight.leave()
+            if self._access_log is not None:
+                self._access_log.write(line(scope, exchange))
             if exchange.failure:
                 log.warning("engine failed a request", route=route, status=exchange.status, failure=exchange.failure)
 
@@ -114,8 +120,12 @@ class Forwarder:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._client = Client(self.upstream, self.limits)
+        if self._access_log is not None:
+            self._access_log.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await self._client.close()
+        self._client.close()
         self._client = None
+        if self._access_log is not None:
+            self._access_log.close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -12,7 +12,6 @@ from kvguard.proxy.headers import one_value
 from kvguard.proxy.paths import is_private
 from kvguard.proxy.refusal import (
     BAD_REQUEST,
-    NO_WEBSOCKET,
     NOT_FOUND,
     SLOW_BODY,
     Refusal,
@@ -21,6 +20,7 @@ from kvguard.proxy.refusal import (
     refusal_headers,
     too_large,
 )
+from kvguard.proxy.step import Rest, begun
 from kvguard.proxy.upstream import Limits
 
 _LINGER_S = 2.0
@@ -42,8 +42,6 @@ def refusal_before_body(scope: Scope, snapshot: Snapshot) -> Refusal | None:
         return NOT_FOUND
     if not snapshot.open and not (scope["method"] == "GET" and path == "/metrics"):
         return gate_closed(snapshot)
-    if (one_value(scope["headers"], b"upgrade") or b"").strip().lower() == b"websocket":
-        return NO_WEBSOCKET
     return None
 
 
@@ -57,8 +55,10 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | R
     more = True
     while more:
         try:
-            async with asyncio.timeout(limits.body_silence_s):
-                message = await receive()
+            message = begun(receive())
+            if isinstance(message, Rest):  # most bodies are here with their head, and need no timer
+                async with asyncio.timeout(limits.body_silence_s):
+                    message = await message
         except TimeoutError:
             return SLOW_BODY
         if message["type"] == "http.disconnect":
@@ -72,10 +72,12 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | R
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def send_refusal(refusal: Refusal, snapshot: Snapshot, receive: Receive, send: Send) -> None:
+async def send_refusal(
+    refusal: Refusal, snapshot: Snapshot, receive: Receive, send: Send, request_id: bytes | None = None
+) -> None:
     """The refusal as a whole response."""
     body = error_json(refusal)
-    headers = refusal_headers(refusal, len(body), snapshot.headers)
+    headers = refusal_headers(refusal, len(body), snapshot.headers, request_id)
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": refusal.close})
     if refusal.close:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import unquote
 
+from kvguard.facts.changing_requests import changing_request
+
 PRIVATE_SEGMENT = "_kvguard"
 """Path segments that begin with this belong to kvguard's reader inside the engine and are never proxied."""
 
@@ -34,8 +36,12 @@ _MAX_DECODINGS = 8
 
 
 def route_label(path: str) -> str:
-    """The path when it is one of `ROUTES`, else `other`: a client must not be able to create time series."""
-    return path if path in ROUTES else "other"
+    """The path when it is one of `ROUTES`, the end of it when it changes the engine, else `other`: a client must not be
+    able to create time series."""
+    if path in ROUTES:
+        return path
+    changing = changing_request(path)
+    return changing.path if changing is not None else "other"
 
 
 def is_private(raw_path: str) -> bool:
@@ -44,6 +50,8 @@ def is_private(raw_path: str) -> bool:
     Any segment counts, not only the first: the engine may strip `--root-path`, and a later hop may resolve
     dot segments or double slashes. Percent-encoding is undone until nothing changes.
     """
+    if "%" not in raw_path and PRIVATE_SEGMENT not in raw_path.lower():
+        return False
     path = raw_path
     for _ in range(_MAX_DECODINGS):
         if _has_private_segment(path):

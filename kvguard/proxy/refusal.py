@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from email.utils import formatdate
+from http import HTTPStatus
 
 from kvguard.guard.gate import Snapshot
 from kvguard.proxy.asgi import Headers
+from kvguard.proxy.headers import REQUEST_ID
 
 RETRY_AFTER_S = 5
 
@@ -33,9 +35,16 @@ def gate_closed(snapshot: Snapshot) -> Refusal:
 
 
 NOT_FOUND = Refusal(404, "not_found_error", "there is nothing at this path")
-BAD_REQUEST = Refusal(400, "invalid_request_error", "the request's path or headers are not valid UTF-8")
+BAD_REQUEST = Refusal(400, "invalid_request_error", "the request's path is not valid UTF-8")
+MALFORMED = Refusal(400, "invalid_request_error", "the request is not HTTP/1.1", close=True)
+SLOW_HEAD = Refusal(408, "invalid_request_error", "the request's headers did not arrive in time", close=True)
 SLOW_BODY = Refusal(408, "invalid_request_error", "the request body did not arrive in time", close=True)
-NO_WEBSOCKET = Refusal(501, "not_implemented", "kvguard does not relay WebSocket connections; use the HTTP endpoints")
+
+
+def head_too_large(limit_bytes: int) -> Refusal:
+    """431 that names the limit."""
+    message = f"the request's line and headers are larger than {limit_bytes} bytes"
+    return Refusal(431, "invalid_request_error", message, close=True)
 
 
 def too_large(limit_bytes: int) -> Refusal:
@@ -71,7 +80,9 @@ def error_event(refusal: Refusal, tail: bytes) -> bytes:
     return opening + b"data: " + error_json(refusal) + b"\n\n"
 
 
-def refusal_headers(refusal: Refusal, body_length: int, guard_headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+def refusal_headers(
+    refusal: Refusal, body_length: int, guard_headers: Iterable[tuple[bytes, bytes]], request_id: bytes | None = None
+) -> Headers:
     """Headers of a refusal. Date is ours to set here; on relayed responses it is the engine's."""
     headers: Headers = [
         (b"date", formatdate(usegmt=True).encode()),
@@ -79,8 +90,17 @@ def refusal_headers(refusal: Refusal, body_length: int, guard_headers: Iterable[
         (b"content-length", str(body_length).encode()),
         *guard_headers,
     ]
+    if request_id is not None:
+        headers.append((REQUEST_ID, request_id))
     if refusal.retry_after is not None:
         headers.append((b"retry-after", str(refusal.retry_after).encode()))
     if refusal.close:
         headers.append((b"connection", b"close"))
     return headers
+
+
+def refusal_wire(refusal: Refusal) -> bytes:
+    """A whole response, for a connection on which no request could be read."""
+    body = error_json(refusal)
+    lines = b"".join(b"%s: %s\r\n" % pair for pair in refusal_headers(refusal, len(body), ()))
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refusal.status, HTTPStatus(refusal.status).phrase.encode(), lines, body)

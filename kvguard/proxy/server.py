@@ -11,12 +11,15 @@ import ssl
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from kvguard.guard.surface import Tap
 from kvguard.proxy.exchange import ResponseAborted
 from kvguard.proxy.forward import Forwarder
+from kvguard.proxy.protocol import Protocol
 from kvguard.vocabulary import UsageError
 
 _START_S = 10.0
@@ -194,7 +197,7 @@ def _config(app: Forwarder, tls: TLS | None, keep_alive_s: int) -> uvicorn.Confi
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=cast(Any, partial(Protocol, limits=app.limits)),
         ws="none",
         interface="asgi3",
         lifespan="on",
@@ -219,9 +222,7 @@ class _AbortFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
-        if isinstance(error, ResponseAborted | asyncio.CancelledError):
-            return False
-        return "Unsupported upgrade request" not in record.msg and "WebSocket library" not in record.msg
+        return not isinstance(error, ResponseAborted | asyncio.CancelledError)
 
 
 def _quiet_aborts() -> None:

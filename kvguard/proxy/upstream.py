@@ -1,24 +1,15 @@
-"""Where the engine listens, the limits towards it, and the HTTP client that reaches it."""
+"""Where the engine listens, the limits towards it, and the pool of connections that reach it."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import io
-from collections.abc import Callable
+import ssl
+from collections import deque
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-import aiohttp
-from yarl import URL
-
-UPSTREAM_FAILURES = (aiohttp.ClientError, OSError)
-"""What the client raises when the engine goes away or speaks no HTTP. asyncio.TimeoutError is an OSError."""
-
-# The client would add these four by itself; what the client of the proxy did not send must not appear.
-_NEVER_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-
-# aiohttp warns above 1 MiB of plain bytes, because it writes those in one go.
-_ONE_WRITE = 2**20
+from kvguard.proxy.connection import Connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,116 +24,122 @@ class Upstream:
 class Limits:
     """Times in seconds, sizes in bytes. There is no limit on the whole request: generations are long.
 
-    `first_byte_s` covers queueing and prefill; `between_chunks_s` is silence inside a response;
-    `body_silence_s` is silence inside a request body. `pool_idle_s` must stay under the engine's own
-    keep-alive (vLLM: 5 s unless VLLM_HTTP_TIMEOUT_KEEP_ALIVE), or requests meet connections it just closed.
+    `head_s` is for a request's head, from its first byte or the connection's beginning; `body_silence_s` is silence inside
+    a request body. `first_byte_s` covers queueing and prefill; `between_chunks_s` is silence inside a response.
+    `pool_idle_s` must stay under the engine's own keep-alive (vLLM: 5 s unless VLLM_HTTP_TIMEOUT_KEEP_ALIVE), or requests
+    meet connections it just closed.
     """
 
     connect_s: float = 5.0
     first_byte_s: float = 600.0
     between_chunks_s: float = 600.0
+    head_s: float = 60.0
+    head_bytes: int = 64 * 2**10
     body_silence_s: float = 60.0
     body_bytes: int = 100 * 2**20
     pool_idle_s: float = 4.0
 
 
+class Unreachable(Exception):
+    """No connection to the engine; the text is one line without addresses that mean nothing to a client."""
+
+
 class Client:
-    """The pooled client of one engine. Create and close it on the loop that uses it."""
+    """The pool of one engine's connections, without a limit: that is the engine's. Lives on the loop that uses it.
+
+    Nothing is read from the environment and nothing is kept between requests but connections. Raises ValueError for a base
+    URL that is not http or https.
+    """
 
     def __init__(self, upstream: Upstream, limits: Limits) -> None:
-        base = URL(upstream.base_url)
-        self._base = base
-        self._prefix = base.raw_path.rstrip("/")
+        base = urlsplit(upstream.base_url)
+        if base.scheme not in ("http", "https") or not base.hostname:
+            raise ValueError(f"{upstream.base_url!r} is not an http or https URL")
+        self._uds = upstream.uds
+        self._host_name = base.hostname
+        self._port = base.port or (443 if base.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if base.scheme == "https" and not upstream.uds else None
+        self._limits = limits
+        self._idle: deque[Connection] = deque()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.prefix = base.path.rstrip("/")
         # Over a Unix socket the client's own Host goes through: the engine builds redirects from it.
-        self.host = None if upstream.uds else base.raw_authority
-        connector: aiohttp.BaseConnector
-        if upstream.uds:
-            connector = aiohttp.UnixConnector(upstream.uds, limit=0, keepalive_timeout=limits.pool_idle_s)
-        else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=limits.pool_idle_s)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,
-            auto_decompress=False,
-            timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=limits.connect_s, sock_read=None),
-            skip_auto_headers=_NEVER_ADDED,
-            max_field_size=2**16,
-            max_headers=1000,
-        )
+        self.host = None if upstream.uds else base.netloc.rpartition("@")[2].encode()
 
-    def url(self, raw_path: str, query: str) -> URL:
-        """The target with path and query exactly as the client wrote them. ValueError if there is no such URL."""
-        return URL.build(
-            scheme=self._base.scheme,
-            host=self._base.raw_host or "localhost",
-            port=self._base.explicit_port,
-            path=self._prefix + raw_path,
-            query_string=query,
-            encoded=True,
-        )
+    def idle(self) -> Connection | None:
+        """The connection that was used last, if one is open and young enough."""
+        oldest = asyncio.get_running_loop().time() - self._limits.pool_idle_s
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closing and connection.idle_since > oldest:
+                return connection
+            connection.abort()
+        return None
 
-    async def request(self, method: str, url: URL, headers: list[tuple[str, str]], body: bytes) -> aiohttp.ClientResponse:
-        """The response once its headers are there; the caller owns and closes it.
-
-        A refused connection is tried once more: not a byte was sent. A pooled connection that turns out closed
-        is tried once more by aiohttp itself, for idempotent methods only. Raises UPSTREAM_FAILURES.
-        """
+    async def connect(self) -> Connection:
+        """A new connection. One that fails is tried once more: not a byte was sent. Raises Unreachable."""
         try:
-            return await self._send(method, url, headers, body)
-        except aiohttp.ClientConnectorError:
-            return await self._send(method, url, headers, body)
+            try:
+                return await self._connect()
+            except TimeoutError:
+                raise
+            except OSError:
+                return await self._connect()
+        except OSError as error:
+            raise Unreachable(_connect_problem(error)) from error
 
-    async def _send(self, method: str, url: URL, headers: list[tuple[str, str]], body: bytes) -> aiohttp.ClientResponse:
-        data = (io.BytesIO(body) if len(body) > _ONE_WRITE else body) if body else None
-        return await self._session.request(method, url, headers=headers, data=data, allow_redirects=False)
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._limits.connect_s):
+            if self._uds:
+                _, connection = await loop.create_unix_connection(self._new, self._uds)
+            else:
+                _, connection = await loop.create_connection(
+                    self._new,
+                    self._host_name,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._host_name if self._tls else None,
+                )
+        return connection
 
-    async def close(self) -> None:
+    def _new(self) -> Connection:
+        return Connection(self._forget)
+
+    def put_back(self, connection: Connection) -> None:
+        """Keep a connection whose response is complete, or close it when it cannot be used again."""
+        if self._closed or not connection.reusable:
+            connection.abort()
+            return
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(self._limits.pool_idle_s, self._close_old)
+
+    def _close_old(self) -> None:
+        """One timer for the pool; it runs while there are idle connections."""
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - self._limits.pool_idle_s
+        while self._idle and self._idle[0].idle_since <= oldest:
+            self._idle.popleft().abort()
+        self._sweep = loop.call_at(self._idle[0].idle_since + self._limits.pool_idle_s, self._close_old) if self._idle else None
+
+    def _forget(self, connection: Connection) -> None:
+        """An idle connection was closed by the engine, or spoke without being asked."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
         """Close the pool and every connection in it."""
-        await self._session.close()
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        while self._idle:
+            self._idle.pop().abort()
 
 
-def tie_body_to_connection(response: aiohttp.ClientResponse) -> Callable[[], None]:
-    """Make reading the body fail when its connection is lost; the returned function undoes it.
-
-    After a malformed chunk aiohttp 3.14 closes the connection and leaves the reader of the body waiting for ever.
-    """
-    connection = response.connection
-    # Compared with None throughout: aiohttp's Connection is false on purpose.
-    closed = None if connection is None or connection.protocol is None else connection.protocol.closed
-    if closed is None:  # the whole body is here, or the connection was lost with an error that reading shows
-        return _nothing
-    content = response.content
-
-    def lost(_: asyncio.Future[None]) -> None:
-        if not content.is_eof() and content.exception() is None:
-            content.set_exception(aiohttp.ClientPayloadError("the connection was lost inside the body"))
-
-    # The future belongs to the pooled connection and may fail after this response: somebody must look at it.
-    closed.remove_done_callback(_look_at)
-    closed.add_done_callback(_look_at)
-    closed.add_done_callback(lost)
-
-    def untie() -> None:
-        closed.remove_done_callback(lost)
-
-    return untie
-
-
-def _nothing() -> None:
-    pass
-
-
-def _look_at(closed: asyncio.Future[None]) -> None:
-    if not closed.cancelled():
-        closed.exception()
-
-
-def failure_text(error: BaseException) -> str:
-    """One line on what failed, without addresses that mean nothing to a client."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        reason = errno.errorcode.get(error.os_error.errno or 0, type(error.os_error).__name__)
-        return f"cannot connect ({reason})"
-    if isinstance(error, aiohttp.ServerDisconnectedError):
-        return "it closed the connection before answering"
-    return f"{type(error).__name__}"
+def _connect_problem(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "cannot connect (no answer in time)"
+    return f"cannot connect ({errno.errorcode.get(error.errno or 0, type(error).__name__)})"

@@ -13,6 +13,7 @@ import uvicorn
 from yarl import URL
 
 _DROPPED = {b"connection", b"keep-alive", b"transfer-encoding", b"host", b"content-length"}
+_STAY = _DROPPED - {b"content-length"}
 
 
 class Relay:
@@ -40,7 +41,7 @@ class Relay:
         headers = [(name.decode(), value.decode()) for name, value in scope["headers"] if name not in _DROPPED]
         url = URL.build(scheme="http", host="localhost", path=scope["path"], encoded=True)
         async with self._session.request(scope["method"], url, headers=headers, data=body or None) as response:
-            passed = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in _DROPPED - {b"content-length"}]
+            passed = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in _STAY]
             await send({"type": "http.response.start", "status": response.status, "headers": passed})
             async for chunk in response.content.iter_any():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

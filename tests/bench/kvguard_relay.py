@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import sys
@@ -17,7 +18,6 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from prometheus_client import CollectorRegistry
-from shadow_fakes import IDLE, FakeReference
 
 from kvguard.engine.client import EngineClient
 from kvguard.guard.gate import Gate, Snapshot, Status, headers_for
@@ -31,6 +31,7 @@ from kvguard.shadow.settings import Settings
 from kvguard.telemetry.logging import configure
 from kvguard.telemetry.metrics import GuardCollector, ProxyMetrics
 from kvguard.vocabulary import Confidence, Effective, ScaleState
+from shadow_fakes import IDLE, FakeReference
 
 _EFFECTIVE = Effective(dtype="fp8_e4m3", confidence=Confidence.PROVEN, scales=ScaleState.CHECKPOINT)
 
@@ -75,7 +76,7 @@ async def main(uds: str, port: int, management_port: int, *more: str) -> None:
         management.listen()
         serving = asyncio.create_task(serve_management(app, management, closed))
         await stop.wait()
-        offered = sum(row.offered for row in shadow.report.rows)
+        offered = sum(row.offered.requests for row in shadow.report.rows)
         print(json.dumps({"offered": offered, "skipped": shadow.report.skipped}), flush=True)
         await asyncio.to_thread(plane.close)
         closed.set()
@@ -85,4 +86,5 @@ async def main(uds: str, port: int, management_port: int, *more: str) -> None:
 
 if __name__ == "__main__":
     configure(json=False)
+    gc.freeze()
     asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
-_JSON_BODY = b'{"model":"bench","messages":[{"role":"user","content":"Write about a river."}],"max_tokens":140,"temperature":0.7}'
+_JSON_BODY = b'{"model":"bench","messages":[{"role":"user","content":"Write about a river."}],"max_tokens":140}'
 
 
 def request(*, stream: bool = False, idle: bool = False, key: str = "") -> bytes:
@@ -106,25 +107,29 @@ class Connection(asyncio.Protocol):
         await self._first
 
 
-async def connect(port: int) -> Connection:
-    """A new connection to a proxy."""
-    _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
+async def connect(place: int | Path) -> Connection:
+    """A new connection to a port of this machine, or to a Unix socket."""
+    loop = asyncio.get_running_loop()
+    if isinstance(place, Path):
+        _, connection = await loop.create_unix_connection(Connection, str(place))
+    else:
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", place)
     return connection
 
 
-async def block(port: int, data: bytes, count: int, clients: int) -> Seen:
+async def block(place: int | Path, data: bytes, count: int, clients: int) -> Seen:
     """`count` requests over `clients` connections."""
     seen = Seen()
     left = count
 
     async def one() -> None:
         nonlocal left
-        connection = await connect(port)
+        connection = await connect(place)
         while left > 0:
             left -= 1
             if not await connection.ask(data, seen):
                 connection.transport.close()
-                connection = await connect(port)
+                connection = await connect(place)
         connection.transport.close()
 
     await asyncio.gather(*(one() for _ in range(clients)))

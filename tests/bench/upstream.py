@@ -1,8 +1,8 @@
 """A process that answers as an engine would, and as fast as Python can: the far side of every proxy that is measured.
 
-`python tests/bench/upstream.py SOCKET PORT` listens on both. A body with `"stream":true` gets an event stream of 64 chunks,
-one every 2 ms; with `"idle"` in it, the stream stops after its first chunk until the client leaves. GET /stats tells what
-is running. Everything else gets the same 1 KB of JSON.
+`python tests/bench/upstream.py SOCKET PORT GAP` listens on both. A body with `"stream":true` gets an event stream of 64 chunks,
+one every GAP milliseconds; with `"idle"` in it, the stream stops after its first chunk until the client leaves. GET /stats
+tells what is running. Everything else gets the same 1 KB of JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import uvloop
 
 CHUNKS = 64
-GAP_S = 0.002
 _TOKEN = (
     'data: {"id":"chatcmpl-8f14e45fceea167a","object":"chat.completion.chunk","created":1764442800,"model":"bench",'
     '"choices":[{"index":0,"delta":{"content":" token %02d"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
@@ -62,6 +61,7 @@ class Engine(asyncio.Protocol):
     running = 0
     requests = 0
     connections = 0
+    gap_s = 0.002
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -105,13 +105,13 @@ class Engine(asyncio.Protocol):
         self._transport.write(_STREAM_HEAD + WIRE[0])
         self._left = 1
         if b'"idle"' not in body:
-            self._timer = self._loop.call_later(GAP_S, self._next)
+            self._timer = self._loop.call_later(self.gap_s, self._next)
 
     def _next(self) -> None:
         if self._left < CHUNKS:
             self._transport.write(WIRE[self._left])
             self._left += 1
-            self._timer = self._loop.call_later(GAP_S, self._next)
+            self._timer = self._loop.call_later(self.gap_s, self._next)
         else:
             self._transport.write(b"0\r\n\r\n")
             self._timer = None
@@ -125,8 +125,9 @@ class Engine(asyncio.Protocol):
         return _MODELS
 
 
-async def main(uds: str, port: int) -> None:
+async def main(uds: str, port: int, gap_ms: float) -> None:
     """Serve until killed."""
+    Engine.gap_s = gap_ms / 1000
     loop = asyncio.get_running_loop()
     await loop.create_unix_server(Engine, uds, backlog=2048)
     await loop.create_server(Engine, "127.0.0.1", port, backlog=2048)
@@ -135,4 +136,4 @@ async def main(uds: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2])))
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))

@@ -291,3 +291,18 @@ class RawClient:
             return self._file.read(1) == b""
         except ConnectionResetError:
             return True
+
+
+def syn_sent(port: int) -> int:
+    """Connection attempts of this machine to a port that nobody has answered."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(fields[2].endswith(f":{port:04X}") and fields[3] == "02" for fields in map(str.split, lines))
+
+
+def eventually(condition: Callable[[], bool], deadline_s: float = WAIT_S) -> bool:
+    """Whether it becomes true."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+    return True

@@ -117,6 +117,26 @@ def test_error_event_does_not_join_a_cut_event(serve):
     assert "error" in json.loads(events[1].removeprefix(b"data: "))
 
 
+def test_error_event_does_not_join_an_event_cut_later(serve):
+    async def script(call: Call) -> None:
+        await call.start_stream()
+        await call.chunk(b"data: 1\n\n")
+        await call.reader.readexactly(1)
+        await call.chunk(b'data: {"cut')
+        await call.reader.readexactly(1)
+        call.writer.close()
+
+    proxy, engine = serve(script)
+    with proxy.client() as client:
+        client.send("POST", "/v1/chat/completions", body=b"{}")
+        call = engine.next_call()
+        client.head()
+        for expected in (b"data: 1\n\n", b'data: {"cut'):
+            assert client.read_chunk() == expected
+            engine._loop.call_soon_threadsafe(call.reader.feed_data, b".")
+        assert (client.read_chunk() or b"").startswith(b'\n\ndata: {"error"')
+
+
 def test_everything_that_came_before_the_death_is_delivered(serve):
     parts = [b"data: %d\n\n" % number for number in range(200)]
 

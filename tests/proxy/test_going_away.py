@@ -5,10 +5,9 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from proxy_fakes import WAIT_S, Call, Proxy
+from proxy_fakes import WAIT_S, Call, Proxy, eventually, syn_sent
 
 from kvguard.proxy.upstream import Upstream
 
@@ -115,20 +114,6 @@ def test_before_the_body_is_complete(serve):
     assert proxy.observer.next_end() == ("/v1/completions", "POST", 499, LEFT)
     assert engine.calls == []
     assert proxy.observer.first_bytes == []
-
-
-def syn_sent(port: int) -> int:
-    """Connection attempts of this machine to a port that nobody has answered."""
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    return sum(fields[2].endswith(f":{port:04X}") and fields[3] == "02" for fields in map(str.split, lines))
-
-
-def eventually(condition, deadline_s: float = WAIT_S) -> bool:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-    return True
 
 
 def test_while_connecting():

@@ -110,7 +110,8 @@ def test_schema_describes_every_document(guard):
         "/evidence",
         "/shadow",
         "/shadow/probe",
-        "/shadow/ranges", "/shadow/whatif",
+        "/shadow/ranges",
+        "/shadow/whatif",
     }
     assert {"Ready", "Evidence", "Effective", "Check", "Problem"} <= set(schema["components"]["schemas"])
     assert "503" in schema["paths"]["/readyz"]["get"]["responses"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 
 import pytest
-from proxy_fakes import GUARD_HEADERS, Call
+from proxy_fakes import GUARD_HEADERS, WAIT_S, Call
 
 from kvguard.guard.gate import UNKNOWN_HEADERS, Snapshot
 from kvguard.guard.state import State
@@ -159,28 +160,88 @@ def test_slow_sender_times_out(serve):
     assert engine.calls == []
 
 
-def test_websocket_upgrade_is_refused(serve):
-    proxy, engine = serve(ok)
-    with proxy.client() as client:
-        answer = client.ask(
-            "GET",
-            "/v1/realtime",
-            ("connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: eA=="),
-        )
-    assert answer.status == 501
-    assert "WebSocket" in json.loads(answer.body)["error"]["message"]
+def test_head_over_the_limit_is_431(serve):
+    proxy, engine = serve(ok, Limits(head_bytes=2000))
+    for pieces in (1, 40):
+        with proxy.client() as client:
+            wire = b"GET /v1/models HTTP/1.1\r\nhost: h\r\nx-long: " + bytes(3000).replace(b"\0", b"a") + b"\r\n\r\n"
+            step = len(wire) // pieces
+            with suppress(ConnectionError):
+                for start in range(0, len(wire), step):
+                    client.socket.sendall(wire[start : start + step])
+            answer = client.answer()
+            assert answer.status == 431
+            assert "2000 bytes" in json.loads(answer.body)["error"]["message"]
+            assert client.at_end()
     assert engine.calls == []
 
 
-def test_websocket_scope_is_closed_before_it_is_accepted(serve):
+def test_head_that_never_ends_is_431_before_its_end(serve):
+    proxy, engine = serve(ok, Limits(head_bytes=2000))
+    with proxy.client() as client:
+        client.socket.sendall(b"GET /v1/models HTTP/1.1\r\nhost: h\r\n" + b"x-more: 1234567890\r\n" * 200)
+        assert client.answer().status == 431
+    assert engine.calls == []
+
+
+def test_head_under_the_limit_passes_with_a_large_body(serve):
+    proxy, engine = serve(ok, Limits(head_bytes=2000))
+    with proxy.client() as client:
+        for _ in range(2):
+            assert client.ask("POST", "/v1/completions", ("x-long: " + "a" * 1500,), bytes(100_000)).status == 200
+    assert len(engine.calls) == 2
+
+
+def test_client_that_sends_nothing_is_closed(serve):
+    proxy, engine = serve(ok, Limits(head_s=0.05))
+    with proxy.client() as client:
+        assert client.at_end()
+    assert engine.calls == []
+
+
+def test_head_that_stops_halfway_is_408(serve):
+    proxy, engine = serve(ok, Limits(head_s=0.2))
+    with proxy.client() as client:
+        assert client.ask("GET", "/v1/models").status == 200
+        client.socket.sendall(b"GET /v1/models HTTP/1.1\r\nhost")
+        assert client.answer().status == 408
+        assert client.at_end()
+    assert len(engine.calls) == 1
+
+
+def test_garbage_is_400_and_the_end(serve):
+    proxy, engine = serve(ok)
+    with proxy.client() as client:
+        client.socket.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        answer = client.answer()
+        assert answer.status == 400
+        assert json.loads(answer.body)["error"]["code"] == 400
+        assert client.at_end()
+    assert engine.calls == []
+
+
+def test_garbage_behind_a_request_does_not_break_into_its_answer(serve):
+    async def script(call: Call) -> None:
+        await call.start_stream()
+        await call.chunk(b"data: 1\n\n")
+        await call.wait_closed()
+
+    proxy, engine = serve(script)
+    with proxy.client() as client:
+        client.send("POST", "/v1/completions", body=b"{}")
+        call = engine.next_call()
+        client.head()
+        assert client.read_chunk() == b"data: 1\n\n"
+        client.socket.sendall(b"\x00garbage\r\n\r\n")
+        assert client.at_end(), "nothing but the end of the connection"
+        assert call.closed.wait(WAIT_S)
+
+
+def test_other_scopes_are_not_served(serve):
     proxy, _ = serve(ok)
-    sent = []
 
-    async def receive():
-        return {"type": "websocket.connect"}
+    async def never(*_: object) -> dict[str, object]:
+        raise AssertionError
 
-    async def send(message):
-        sent.append(message)
-
-    asyncio.run(proxy.forwarder({"type": "websocket", "path": "/v1/realtime"}, receive, send))
-    assert [(message["type"], message["code"]) for message in sent] == [("websocket.close", 1011)]
+    with pytest.raises(RuntimeError, match="websocket"):
+        asyncio.run(proxy.forwarder({"type": "websocket", "path": "/v1/realtime"}, never, never))

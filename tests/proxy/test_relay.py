@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import threading
+from contextlib import ExitStack
 
 import pytest
 from proxy_fakes import GUARD_HEADERS, WAIT_S, Call
+
+from kvguard.proxy.upstream import Limits
 
 
 async def ok(call: Call) -> None:
@@ -179,7 +183,8 @@ def test_chunks_are_not_merged_and_events_may_be_split(serve):
     assert answer.complete
     assert again.chunks == parts
     assert answer.values(b"x-accel-buffering") == [b"no"]
-    assert proxy.observer.ended == [("/v1/chat/completions", "POST", 200, "ok")] * 2
+    for _ in range(2):
+        assert proxy.observer.next_end() == ("/v1/chat/completions", "POST", 200, "ok")
     assert len(proxy.observer.first_bytes) == 2
 
 
@@ -298,12 +303,154 @@ def test_environment_proxies_are_ignored(serve, monkeypatch):
     assert engine.next_call().request_line == b"GET /v1/models HTTP/1.1"
 
 
-def test_header_that_cannot_pass_unchanged_is_refused(serve):
+def test_header_bytes_pass_whatever_their_encoding(serve):
     proxy, engine = serve(ok)
     with proxy.client() as client:
         client.socket.sendall(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nx-raw: \xff\xfe\r\n\r\n")
-        assert client.answer().status == 400
-    assert engine.calls == []
+        assert client.answer().status == 200
+    assert engine.next_call().values(b"x-raw") == [b"\xff\xfe"]
+
+
+def test_request_ids_and_trace_context_pass_and_come_back(serve):
+    async def script(call: Call) -> None:
+        own = b"x-request-id: engine-1\r\n" if call.request_line.startswith(b"GET /own") else b""
+        await call.json(b"{}", own)
+
+    proxy, engine = serve(script)
+    trace = "traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    with proxy.client() as client:
+        answer = client.ask("GET", "/v1/models", ("x-request-id: mine", trace, "tracestate: a=1,b=2"))
+        assert answer.values(b"x-request-id") == [b"mine"]
+        assert client.ask("GET", "/own", ("x-request-id: mine",)).values(b"x-request-id") == [b"engine-1"]
+        assert client.ask("GET", "/v1/models").values(b"x-request-id") == []
+        assert client.ask("GET", "/_kvguard", ("x-request-id: mine",)).values(b"x-request-id") == [b"mine"]
+    call = engine.calls[0]
+    assert call.values(b"x-request-id") == [b"mine"]
+    assert call.values(b"traceparent") == [trace.split(": ")[1].encode()]
+    assert call.values(b"tracestate") == [b"a=1,b=2"]
+
+
+def test_interim_responses_are_not_the_answer(serve):
+    async def script(call: Call) -> None:
+        await call.send(b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n")
+        await call.json(b"{}")
+
+    proxy, _ = serve(script)
+    with proxy.client() as client:
+        for _ in range(2):
+            answer = client.ask("GET", "/v1/models")
+            assert (answer.status, answer.body, answer.values(b"link")) == (200, b"{}", [])
+
+
+def test_body_without_a_length_ends_with_its_connection(serve):
+    async def script(call: Call) -> None:
+        await call.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\n" + b"x" * 5000)
+        call.writer.close()
+
+    proxy, engine = serve(script)
+    with proxy.client() as client:
+        for _ in range(2):
+            answer = client.ask("GET", "/v1/models")
+            assert (answer.status, answer.body, answer.complete) == (200, b"x" * 5000, True)
+    assert engine.connections == 2
+
+
+def test_trailers_and_chunk_extensions_end_here(serve):
+    async def script(call: Call) -> None:
+        await call.start_stream()
+        for part in (b"3;a=b\r\nabc\r\n", b"003\r\ndef\r\n", b"0\r\nx-trailer: 1\r\n\r\n"):
+            await call.send(part)
+
+    proxy, _ = serve(script)
+    with proxy.client() as client:
+        for _ in range(2):
+            client.send("POST", "/v1/completions", body=b"{}")
+            status, headers = client.head()
+            raw = b""
+            while not raw.endswith(b"0\r\n\r\n"):
+                raw += client._file.read(1)
+            assert status == 200
+            assert b"a=b" not in raw
+            assert b"x-trailer" not in raw
+            assert b"x-trailer" not in dict(headers)
+            assert raw.replace(b"003", b"3") == b"3\r\nabc\r\n3\r\ndef\r\n0\r\n\r\n"
+
+
+def test_chunks_cut_anywhere_arrive_whole(serve):
+    """However the engine's bytes are cut into packets, in size lines and between chunks too, the content is the same."""
+    parts = [b"data: %d\r\n" % number for number in range(30)]  # ends of lines that look like the framing's
+    wire = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    steps = iter([1, 2, 3, 5, 7, 11, 13, 15, 16, 17, 4, 6])
+
+    async def script(call: Call) -> None:
+        await call.start_stream()
+        step = next(steps)
+        for start in range(0, len(wire), step):
+            await call.send(wire[start : start + step])
+            await asyncio.sleep(0)
+        del call
+
+    proxy, _ = serve(script)
+    with proxy.client() as client:
+        for _ in range(12):
+            answer = client.ask("POST", "/v1/completions", body=b"{}")
+            assert answer.complete
+            assert answer.body == b"".join(parts)
+
+
+def test_content_that_looks_like_a_chunk_is_content(serve):
+    async def script(call: Call) -> None:
+        await call.start_stream()
+        await call.chunk(b"first")
+        for piece in (b"10\r\ndata: ", b"5\r\nhello\r\n", b"\r\n0\r\n\r\n"):
+            await call.reader.readexactly(1)
+            await call.send(piece)
+
+    proxy, engine = serve(script)
+    with proxy.client() as client:
+        client.send("POST", "/v1/completions", body=b"{}")
+        call = engine.next_call()
+        client.head()
+        for expected in (b"first", b"data: ", b"5\r\nhello\r\n", b""):
+            assert client.read_chunk() == expected
+            engine._loop.call_soon_threadsafe(call.reader.feed_data, b".")
+
+
+def test_a_second_answer_to_one_request_is_nobodys(serve):
+    async def script(call: Call) -> None:
+        await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad")
+
+    proxy, engine = serve(script)
+    with proxy.client() as client:
+        for _ in range(3):
+            assert client.ask("GET", "/v1/models").body == b"{}"
+    assert engine.connections == 3, "such a connection is not used again"
+
+
+def test_idle_connections_are_closed_before_the_engine_closes_them(serve):
+    proxy, engine = serve(ok, Limits(pool_idle_s=0.05))
+    with proxy.client() as client:
+        assert client.ask("GET", "/v1/models").status == 200
+        assert engine.next_call().closed.wait(WAIT_S), "nobody asks, and it is closed"
+        assert client.ask("POST", "/v1/completions", body=b"{}").status == 200
+    assert engine.connections == 2
+
+
+def test_no_limit_of_a_hundred_connections(serve):
+    async def script(call: Call) -> None:
+        await call.reader.readexactly(1)
+        await call.json(b"{}")
+
+    proxy, engine = serve(script)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(proxy.client()) for _ in range(150)]
+        for client in clients:
+            client.send("POST", "/v1/completions", body=b"{}")
+            engine.next_call()
+        assert engine.connections == 150
+        for call in engine.calls:
+            engine._loop.call_soon_threadsafe(call.reader.feed_data, b".")
+        assert {client.answer().status for client in clients} == {200}
 
 
 def test_pooled_connections_are_reused_and_closed_ones_are_not(serve):

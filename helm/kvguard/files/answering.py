@@ -4,7 +4,7 @@ import urllib.request
 
 url = sys.argv[1]
 try:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 (the chart gives the URL)
         confidence = answer.headers.get("x-kvguard-confidence")
         dtype = answer.headers.get("x-kvguard-kv-cache-dtype")
 except urllib.error.HTTPError as error:
