@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvguard.policy.models import MODEL_DTYPE, OnDrift, OnViolation, Policy, ScalesRule, policy_digest
+from kvguard.policy.models import MODEL_DTYPE, OnDrift, OnViolation, Policy, ScalesRule, ShadowPolicy, policy_digest
 from kvguard.policy.parse import load_policy
 from kvguard.policy.schema import policy_schema
 from kvguard.vocabulary import Confidence, ExitCode, UsageError
@@ -105,7 +105,17 @@ def in_words(policy: Policy) -> list[tuple[str, str]]:
         ("attention backend", " or ".join(engine.attention_backend) or "any"),
         ("on drift", f"{policy.drift.action.value}: {_DRIFT[policy.drift.action].format(policy.drift.min_confidence)}"),
         ("on violation", f"{policy.on_violation.value}: {_ACTION[policy.on_violation]}"),
+        ("shadow probes", _shadow(policy.shadow)),
     ]
+
+
+def _shadow(shadow: ShadowPolicy) -> str:
+    """What the policy says of probes, where they are on."""
+    baseline = "each start's self-check" if shadow.baseline is None else f"{shadow.baseline:g} nats by token"
+    tolerance = "half of it, at least 0.02" if shadow.tolerance is None else f"{shadow.tolerance:g}"
+    who = "requests that opt in" if shadow.require_opt_in else "every request that does not opt out"
+    ranges = "; what keys and values span may be measured" if shadow.measure_ranges else ""
+    return f"{shadow.on_regression.value} on a regression; baseline {baseline}, tolerance {tolerance}; of {who}{ranges}"
 
 
 def _examples() -> Traversable:

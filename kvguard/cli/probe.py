@@ -18,7 +18,7 @@ from rich.table import Table
 from kvguard.files import printable, read_regular_file
 from kvguard.shadow.prompts import SELF_CHECK
 from kvguard.shadow.what_if import NAMES, GivenScales
-from kvguard.vocabulary import UsageError
+from kvguard.vocabulary import EngineFailed, UsageError
 
 _FILE_LIMIT = 16 << 20
 _TIMEOUT = 3600.0
@@ -41,7 +41,7 @@ def probe(
 ) -> None:
     """Say how far the engine's quantized KV cache moves its answers to these prompts, with intervals.
 
-    The engine must run behind `kvguard serve --shadow in-engine`. Example: kvguard probe http://127.0.0.1:9464
+    The engine must run behind `kvguard serve --shadow …`. Example: kvguard probe http://127.0.0.1:9464
     """
     _ask(url, prompts, [], max_tokens=max_tokens, greedy=greedy, as_json=as_json)
 
@@ -155,6 +155,9 @@ def _ask(
 ) -> None:
     question = {"prompts": read_prompts(prompts), "formats": formats, "greedy": greedy, "max_tokens": max_tokens}
     document = _request("POST", f"{url.rstrip('/')}/shadow/probe", question, "estimates", url)
+    if not document["requests"]:
+        why = next(iter(document["problems"]), "the port gave no reason")
+        raise EngineFailed(f"{printable(url)}: no prompt could be probed: {printable(why)}")
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return
@@ -185,7 +188,7 @@ def _problem(document: Any) -> str:
 def show(document: dict[str, Any], console: Console) -> None:
     """The estimates as a table: mean |Δ logprob| and flips by token with 95 % intervals, clustered by request."""
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("against the 16-bit pass", "requests", "mean |Δ logprob|", "95 % interval", "flips", "95 % interval"):
+    for heading in ("comparison", "requests", "mean |Δ logprob|", "95 % interval", "flips", "95 % interval"):
         table.add_column(heading, min_width=8)
     for label, found in document["estimates"].items():
         delta, flips = found["abs_delta"], found["flip_rate"]
@@ -193,6 +196,14 @@ def show(document: dict[str, Any], console: Console) -> None:
             label, str(found["requests"]), _number(delta["value"]), _range(delta), _percent(flips["value"]), _range(flips, 100)
         )
     console.print(table)
+    console.print(
+        "cost: the engine against the 16-bit pass; unexplained: against its own arithmetic; formats: what they would cost",
+        markup=False,
+    )
+    if document.get("collapsed"):
+        console.print(
+            f"{document['collapsed']} of {document['requests']} answers collapsed: the engine is damaged", markup=False
+        )
     for problem in document["problems"]:
         console.print(f"note: {printable(problem)}", markup=False)
 

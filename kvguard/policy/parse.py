@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -54,6 +54,7 @@ _SECTIONS: dict[_Path, type[BaseModel]] = {
     ("shadow",): ShadowPolicy,
     ("drift",): DriftPolicy,
 }
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _KIND = {
     "tag:yaml.org,2002:bool": "a YAML boolean",
     "tag:yaml.org,2002:int": "a YAML number",
@@ -207,12 +208,31 @@ def _section(node: yaml.MappingNode, path: _Path, reading: _Reading) -> dict[str
     return data
 
 
+def _takes(path: _Path, kind: type) -> bool:
+    """Whether the key at this path holds a number (float) or a yes or no (bool)."""
+    model: Any = Policy
+    for key in path:
+        field = getattr(model, "model_fields", {}).get(key)
+        if field is None:
+            return False
+        model = field.annotation
+    return kind is model or kind in get_args(model)
+
+
 def _scalar(node: yaml.ScalarNode, path: _Path, reading: _Reading) -> Any:
     if node.tag == "tag:yaml.org,2002:null":
         reading.error(path, "has no value; give one, or remove the key")
         return _REPORTED
     if node.tag == "tag:yaml.org,2002:int" and path[:2] == ("kv_cache", "skip_layers"):
         return str(node.value)
+    if node.tag in _NUMBERS and _takes(path, float):
+        try:
+            return float(node.value)
+        except ValueError:  # YAML has more ways to write a number than anybody needs
+            reading.error(path, f"must be a decimal number, found {printable(node.value, 60)}")
+            return _REPORTED
+    if node.tag == "tag:yaml.org,2002:bool" and _takes(path, bool):
+        return node.value.lower() in ("true", "yes", "on")
     if kind := _KIND.get(node.tag):
         reading.error(path, f"must be text, found {kind}, {printable(node.value, 60)}; {_right_value(node.value, path)}")
         return _REPORTED

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation
 from kvguard.shadow.report import ShadowReport
+from kvguard.shadow.sequential import collapse_of
 from kvguard.shadow.statistics import Measure, Sums, sums_of
 
 _SHOWN = (
@@ -87,6 +88,7 @@ def probe_document(observations: Sequence[Observation], problems: Sequence[str])
     labels = list(dict.fromkeys(label for seen in observations for label in seen.scores))
     return {
         "requests": len(observations),
+        "collapsed": sum(bool(collapse_of(seen)) for seen in observations),
         "problems": list(problems),
         "estimates": {label: estimates(sums_of(observations, label)) for label in labels},
     }

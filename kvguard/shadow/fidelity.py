@@ -20,6 +20,7 @@ SHARE = 0.7
 """Residual of the winner over that of the exact pass, at most."""
 
 NEITHER = "neither"
+UNTESTED = "untested"
 
 _FLOATS = ("fp8_e4m3", "fp8_e5m2")
 
@@ -27,7 +28,8 @@ _FLOATS = ("fp8_e4m3", "fp8_e5m2")
 class Fidelity(Frozen):
     """What explains the engine's decode.
 
-    `explained_by` is a candidate's label, `16bit` on an engine that does not quantize, or `neither`. `residuals` is the
+    `explained_by` is a candidate's label, `16bit` on an engine that does not quantize, or `neither`; `untested` where the
+    reference has nothing to compare with. `residuals` is the
     mean over requests of |Δ logprob| against each candidate, in nats by token. `requests` is how many were scored.
     """
 
@@ -39,7 +41,7 @@ class Fidelity(Frozen):
     @property
     def known(self) -> bool:
         """Whether something explains the decode."""
-        return self.explained_by != NEITHER
+        return self.explained_by not in (NEITHER, UNTESTED)
 
 
 def candidates(dtype: str) -> tuple[Choice, ...]:
@@ -62,7 +64,8 @@ def judge_fidelity(observations: Sequence[Observation], dtype: str) -> Fidelity:
     if len(residuals) < 2 or len(observations) < 2:
         alone = residuals and len(observations) >= 2
         reason = "the reference has no fake-quantized passes to compare with" if alone else "too few requests were scored"
-        return Fidelity(explained_by=NEITHER, residuals=residuals, requests=len(observations), reason=reason)
+        found = UNTESTED if alone else NEITHER
+        return Fidelity(explained_by=found, residuals=residuals, requests=len(observations), reason=reason)
     best = min(residuals, key=lambda label: residuals[label])
     shown = ", ".join(f"{label} {value:.4f}" for label, value in sorted(residuals.items(), key=lambda item: item[1]))
     # On a 16-bit engine the exact pass must beat what a quantized cache would give, else the pass is not a reference.

@@ -33,13 +33,13 @@ from kvguard.shadow.references import Reference
 from kvguard.shadow.replay import Problem, probe_body, read_decode
 from kvguard.shadow.report import ShadowReport, state_of
 from kvguard.shadow.sampler import Item, Sampler
-from kvguard.shadow.scoring import score
+from kvguard.shadow.scoring import between, score
 from kvguard.shadow.self_check import as_live, conclude, control_choice, own_label, weight_of
 from kvguard.shadow.sequential import Status, begin, collapse_of, sighted, update
 from kvguard.shadow.settings import Settings
 from kvguard.shadow.statistics import Sums
 from kvguard.shadow.tally import Drop
-from kvguard.vocabulary import UsageError
+from kvguard.vocabulary import UsageError, is_quantized
 
 log = structlog.get_logger("kvguard")
 
@@ -228,7 +228,7 @@ class Shadow:
         while why := await self._reference.unavailable():
             if not away:
                 self._sampler.reference_away()
-                self._set(lost=self._report.lost + (self._report.alarm is not None))
+                self._set(lost=self._report.lost + (self._report.alarm is not None), equality="")
             away = True
             state = "waiting" if self._reference.standing.absent else "refused"
             if (self._report.state, self._report.reason) != (state, why):
@@ -293,9 +293,9 @@ class Shadow:
             state="probing",
             reason="",
             fidelity=found.fidelity,
-            baseline=found.test.baseline,
+            baseline=found.test.baseline if found.measured is not None else self._accepted,
             measured_baseline=found.measured,
-            tolerance=found.test.tolerance,
+            tolerance=found.test.tolerance if found.measured is not None else self._tolerance,
             alarm=begin(found.test),
         )
         for observation in found.observations:
@@ -370,6 +370,7 @@ class Shadow:
         weight: float,
         where: Stratum,
         before: Callable[[], Awaitable[Drop | None]] | None = None,
+        whatif: Sequence[Choice] = (),
     ) -> _Passes:
         """One pass after the other, each a question of its own, so that a stall is never longer than one pass.
 
@@ -378,7 +379,9 @@ class Shadow:
         passes: list[Pass] = []
         seconds = longest = 0.0
         ranges: Ranges | None = None
-        for choice in choices:
+        # A 16-bit decode is itself what a format would change; a quantized one is not.
+        between_passes = [choice.label for choice in whatif] if is_quantized(self._dtype) else []
+        for choice in (*choices, *whatif):
             cause = await before() if before is not None else None
             if cause is not None:
                 return _Passes(seconds=seconds, longest=longest, cause=cause)
@@ -390,7 +393,7 @@ class Shadow:
             passes += scored.passes
             ranges = ranges or scored.ranges
         try:
-            observation = _observe(decode, passes, weight, where)
+            observation = _observe(decode, passes, weight, where, between_passes)
         except UsageError as error:
             return _Passes(problem=str(error), seconds=seconds, longest=longest)
         return _Passes(observation=observation, seconds=seconds, longest=longest, ranges=ranges)
@@ -421,8 +424,8 @@ class Shadow:
                 await asyncio.sleep(_IDLE)
 
         choices = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else [])]
-        choices += [*self._control_choices(), *self._watched]
-        scored = await self._score(decode, choices, item.weight, item.stratum, cleared)
+        choices += self._control_choices()
+        scored = await self._score(decode, choices, item.weight, item.stratum, cleared, self._watched)
         elsewhere = self._reference.comes_and_goes  # its passes cost this engine nothing
         engine_seconds = decode_seconds / running + (0.0 if elsewhere else scored.seconds)
         if scored.cause is not None:
@@ -435,8 +438,12 @@ class Shadow:
             if scored.ranges:
                 self._set(spanned=self._report.spanned.with_one(scored.ranges, tokens))
             self._sampler.done(item, tokens=tokens, pass_seconds=scored.longest, engine_seconds=engine_seconds)
-            self._count(as_live(scored.observation, own_label(self._choice), tuple(self._report.whatif)), scored.seconds)
+            self._count(as_live(scored.observation, self._own, tuple(self._report.whatif)), scored.seconds)
         return True
+
+    @property
+    def _own(self) -> str:
+        return own_label(self._choice) if self._reference.choices_possible else ""
 
     def _control_choices(self) -> tuple[Choice, ...]:
         return (control_choice(self._dtype),) if self._reference.choices_possible else ()
@@ -501,17 +508,20 @@ class Shadow:
         """
         found: list[Observation] = []
         problems: list[str] = []
-        wanted = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else []), *choices]
+        wanted = [EXACT, *([self._choice] if self._choice is not None and self._choice != EXACT else [])]
         for number, prompt in enumerate(prompts, 1):
-            decode, problem, _ = await self._decode(_chat(prompt), greedy=greedy, max_tokens=max_tokens)
+            try:
+                decode, problem, _ = await self._decode(_chat(prompt), greedy=greedy, max_tokens=max_tokens)
+            except RuntimeError:  # the client was closed: kvguard is about to stop
+                decode, problem = None, "kvguard is stopping"
             if decode is None:
                 problems.append(f"prompt {number}: the engine's answer could not be scored ({problem})")
                 continue
-            scored = await self._score(decode, wanted, 1.0, stratum(len(decode.prompt_ids), 1))
+            scored = await self._score(decode, wanted, 1.0, stratum(len(decode.prompt_ids), 1), whatif=choices)
             if scored.observation is None:
                 problems.append(f"prompt {number}: {scored.problem}")
                 continue
-            found.append(as_live(scored.observation, own_label(self._choice), [choice.label for choice in choices]))
+            found.append(as_live(scored.observation, self._own, [choice.label for choice in choices]))
         return found, problems
 
     def _set(self, **changes: Any) -> None:
@@ -524,8 +534,14 @@ def _chat(prompt: str, **sampling: int) -> Candidate:
     return Candidate(kind="chat", body=body, turns=1, adapter="", prompt_chars=len(prompt), size=len(prompt))
 
 
-def _observe(decode: Decode, passes: Sequence[Pass], weight: float, where: Stratum) -> Observation:
-    return Observation(weight=weight, stratum=where, scores={one.label: score(decode, one) for one in passes})
+def _observe(
+    decode: Decode, passes: Sequence[Pass], weight: float, where: Stratum, between_passes: Sequence[str]
+) -> Observation:
+    """Each pass against the decode, those of `between_passes` against the first one, which is exact."""
+    scores = {
+        one.label: between(decode, one, passes[0]) if one.label in between_passes else score(decode, one) for one in passes
+    }
+    return Observation(weight=weight, stratum=where, scores=scores)
 
 
 async def cancel(task: asyncio.Task[None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from kvguard.shadow.models import Decode, Pass, RequestScore
@@ -60,6 +61,23 @@ def score(decode: Decode, reference: Pass) -> RequestScore:
         kl_low=math.fsum(kl for _, _, kl in bounds),
         collapse=collapse(decode),
     )
+
+
+def between(decode: Decode, made: Pass, exact: Pass) -> RequestScore:
+    """What one pass would change against the exact one, on the tokens of a decode that neither of them made.
+
+    On an engine that is quantized itself this is what another format costs; its own decode would tell of both at once.
+    """
+    tops: list[tuple[tuple[int, float], ...]] = []
+    ats: list[tuple[float | None, ...]] = []
+    for i, top in enumerate(decode.top):
+        known = [(token, ours, theirs) for (token, _), ours, theirs in zip(top, made.at[i], exact.at[i], strict=True)]
+        pairs = sorted(((token, ours, theirs) for token, ours, theirs in known if ours is not None), key=lambda pair: -pair[1])
+        if made.top1[i] not in [token for token, _, _ in pairs]:  # likelier than all that were asked for
+            pairs.insert(0, (made.top1[i], pairs[0][1] if pairs else made.logprobs[i], None))
+        tops.append(tuple((token, ours) for token, ours, _ in pairs))
+        ats.append(tuple(theirs for _, _, theirs in pairs))
+    return score(replace(decode, logprobs=made.logprobs, top=tuple(tops)), replace(exact, at=tuple(ats)))
 
 
 def divergence(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

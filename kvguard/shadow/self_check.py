@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvguard.reference.models import EXACT, Choice
 from kvguard.shadow.control import CONTROL
-from kvguard.shadow.fidelity import Fidelity, choice_named, judge_fidelity
+from kvguard.shadow.fidelity import UNTESTED, Fidelity, choice_named, judge_fidelity
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation, Stratum
 from kvguard.shadow.sampler import inclusion_probability
 from kvguard.shadow.sequential import AlarmTest, collapse_of
@@ -27,7 +27,7 @@ class Conclusion:
 
     choice        the pass that stands for the engine's own arithmetic, None where nothing explains it: unexplained is then
                   the whole difference from the exact pass, here and live
-    measured      upper end of the interval of unexplained |Δ logprob|, in nats by token
+    measured      upper end of the interval of unexplained |Δ logprob|, in nats by token; None where nothing could be tested
     test          the alarm that live probes are held to
     observations  the prompts' scores under the names of live ones
     damage        why the engine is damaged already, "" when that does not show
@@ -35,7 +35,7 @@ class Conclusion:
 
     fidelity: Fidelity
     choice: Choice | None
-    measured: float
+    measured: float | None
     test: AlarmTest
     observations: tuple[Observation, ...]
     damage: str
@@ -53,18 +53,19 @@ def conclude(
     """Judge the self-check. `accepted` and `tolerance` are a person's, in nats by token; None: what is found here."""
     fidelity = judge_fidelity(seen, dtype)
     choice = choice_named(fidelity.explained_by, dtype) if fidelity.known else None
-    named = tuple(as_live(observation, own_label(choice)) for observation in seen)
+    tested = fidelity.explained_by != UNTESTED
+    named = tuple(as_live(observation, own_label(choice) if tested else "") for observation in seen)
     found = sums_of(named, UNEXPLAINED).estimate(Measure.REQUEST_ABS_DELTA)
     # The upper end: a baseline from a dozen requests that is too low by chance would alarm on a healthy engine.
-    measured = found.high if found.high is not None else (found.value or 0.0)
-    baseline = measured if accepted is None else accepted
+    measured = (found.high if found.high is not None else (found.value or 0.0)) if tested else None
+    baseline = (measured or 0.0) if accepted is None else accepted
     tolerance = tolerance or max(TOLERANCE * baseline, LEAST_TOLERANCE)
     cap = max(1.0, 4.0 * (baseline + tolerance))
     test = AlarmTest(baseline=baseline, tolerance=tolerance, cap=cap, max_weight=max_weight(settings))
     broken = "nan logprob" if not_a_number else next((how for one in named if (how := collapse_of(one))), "")
-    least = found.low if found.low is not None else measured
+    least = found.low if found.low is not None else (measured or 0.0)
     damage = ""
-    if broken or measured > DAMAGED:
+    if broken or (measured or 0.0) > DAMAGED:
         damage = f"the self-check shows damage: {broken or f'unexplained |Δ logprob| {measured:.3g} by token'}"
     elif accepted is not None and least > test.bound:
         damage = (
@@ -86,9 +87,15 @@ def control_choice(dtype: str) -> Choice:
 
 
 def as_live(observation: Observation, own: str, more: Sequence[str] = ()) -> Observation:
-    """The same observation under the names that are tested and shown: cost, unexplained, control."""
+    """The same observation under the names that are tested and shown: cost, unexplained, control.
+
+    `own` is the label of the pass that stands for the engine's own arithmetic; "" where there can be none, and nothing is
+    then said of what is unexplained.
+    """
     scores = observation.scores
-    named = {COST: scores[EXACT.label], UNEXPLAINED: scores.get(own, scores[EXACT.label])}
+    named = {COST: scores[EXACT.label]}
+    if own:
+        named[UNEXPLAINED] = scores.get(own, scores[EXACT.label])
     if CONTROL in scores:
         named[CONTROL] = scores[CONTROL]
     named |= {label: scores[label] for label in more if label in scores}

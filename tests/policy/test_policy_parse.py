@@ -284,3 +284,42 @@ POLICIES = st.fixed_dictionaries(
 def test_what_the_models_accept_the_parser_reads_the_same(data: dict[str, object], flow: bool) -> None:
     text = yaml.safe_dump(data, default_flow_style=flow).encode()
     assert parse_policy(text, "policy.yaml") == Policy.model_validate(data)
+
+
+def test_numbers_and_yes_or_no_are_written_as_such() -> None:
+    text = b"shadow:\n  baseline: 0.05\n  tolerance: 1\n  require_opt_in: true\n  measure_ranges: off\n"
+    shadow = parse_policy(text, "p.yaml").shadow
+    assert (shadow.baseline, shadow.tolerance, shadow.require_opt_in, shadow.measure_ranges) == (0.05, 1.0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("baseline: .nan", "shadow.baseline: must be a decimal number, found .nan"),
+        ("baseline: 190:20:30", "must be a decimal number, found 190:20:30"),
+        ("baseline: 0x1f", "must be a decimal number, found 0x1f"),
+        ("baseline: -1", "shadow.baseline"),
+        ("baseline: 1e999", "shadow.baseline"),
+        ("tolerance: 0", "shadow.tolerance"),
+        ("tolerance: yes", "must be text, found a YAML boolean"),
+        ("on_regression: 1", "must be text, found a YAML number"),
+        ("require_opt_in: 2", "must be text, found a YAML number"),
+    ],
+)
+def test_numbers_that_are_none(value: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_policy(f"shadow:\n  {value}\n".encode(), "p.yaml")
+    assert "p.yaml line 2" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_policies_of_the_documents_are_policies() -> None:
+    root = Path(__file__).parents[2]
+    found = 0
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        for block in page.read_text().split("```yaml\n")[1:]:
+            text = block.partition("```")[0]
+            if text.startswith(("kv_cache:", "shadow:", "drift:")):
+                parse_policy(text.encode(), str(page))
+                found += 1
+    assert found >= 2

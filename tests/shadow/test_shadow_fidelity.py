@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvguard.reference.models import EXACT
-from kvguard.shadow.fidelity import NEITHER, candidates, choice_named, judge_fidelity
+from kvguard.shadow.fidelity import NEITHER, UNTESTED, candidates, choice_named, judge_fidelity
 from kvguard.shadow.models import Observation
 from shadow_streams import BASE, scored
 
@@ -90,7 +90,7 @@ def test_too_few_requests(requests: int) -> None:
 def test_the_exact_pass_alone_compares_with_nothing() -> None:
     seen = [Observation(1.0, BASE, {EXACT.label: scored(0.1)})] * 5
     found = judge_fidelity(seen, "fp8_e4m3")
-    assert (found.explained_by, found.reason) == (NEITHER, "the reference has no fake-quantized passes to compare with")
+    assert (found.explained_by, found.reason) == (UNTESTED, "the reference has no fake-quantized passes to compare with")
 
 
 def test_requests_without_a_scored_token_count_for_nothing() -> None:

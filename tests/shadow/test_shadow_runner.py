@@ -221,10 +221,28 @@ def test_an_external_reference_is_blind_and_never_says_no_loss() -> None:
             assert set(probing.reference.asked) == {"16bit"}
             assert report.state == "blind"
             assert report.fidelity is not None
-            assert (report.fidelity.explained_by, "no fake-quantized passes" in report.fidelity.reason) == ("neither", True)
+            assert (report.fidelity.explained_by, "no fake-quantized passes" in report.fidelity.reason) == ("untested", True)
             document = report_document(report)
             assert (document["alarm"]["status"], document["control"]) == ("blind", None)
             assert document["estimates"][COST]["requests"] == 40
+            assert document["estimates"][UNEXPLAINED]["requests"] == 0, "untested is absent, and not the cost"
+            assert (document["baseline"], document["measured_baseline"]) == (None, None)
+            exported = generate_latest(_registry(probing)).decode()
+            assert 'comparison="unexplained"' not in exported
+            assert "kvguard_shadow_noise_floor_nats " not in exported
+
+    live(scenario())
+
+
+def test_what_if_on_a_sixteen_bit_engine_is_the_decode_against_the_pass() -> None:
+    wanted = Choice(label="fp8_e5m2 nearest", format="fp8_e5m2")
+
+    async def scenario() -> None:
+        table = {"16bit": 0.02, "fp8_e4m3 nearest": 0.1, "fp8_e4m3 truncate": 0.1, wanted.label: 0.3, "control": 0.4}
+        async with Probing(FakeReference(table), dtype="bfloat16") as probing:
+            found, _ = await probing.shadow.probe_once([CANARY] * 3, [wanted], greedy=True, max_tokens=20)
+            estimates = probe_document(found, [])["estimates"]
+            assert estimates[wanted.label]["abs_delta"]["value"] == pytest.approx(0.3, rel=0.11)
 
     live(scenario())
 
@@ -482,7 +500,9 @@ def test_one_shot_probes_answer_in_the_order_asked() -> None:
             assert list(document["estimates"]) == [COST, UNEXPLAINED, choice.label]
             assert document["requests"] == 2
             assert document["problems"] == ["prompt 2: the engine's answer could not be scored (nan logprob)"]
-            assert document["estimates"][choice.label]["abs_delta"]["value"] == pytest.approx(0.13, rel=0.2)
+            assert document["estimates"][choice.label]["abs_delta"]["value"] == pytest.approx(0.13 - 0.11, rel=0.2), (
+                "pass against pass"
+            )
             assert probing.engine.asked[-1]["max_completion_tokens"] == 200, "the question's limit, not the live one"
             assert probing.engine.asked[-1]["temperature"] == 0
             assert probing.report.probes == 0
@@ -496,7 +516,7 @@ def test_one_shot_probes_name_the_passes_that_failed() -> None:
             probing.reference.problem = "broken"
             found, problems = await probing.shadow.probe_once(["a"], [], greedy=False, max_tokens=8)
             assert (found, problems) == ([], ["prompt 1: broken"])
-            assert probe_document(found, problems) == {"requests": 0, "problems": problems, "estimates": {}}
+            assert probe_document(found, problems) == {"requests": 0, "collapsed": 0, "problems": problems, "estimates": {}}
 
     live(scenario())
 
@@ -598,7 +618,10 @@ def test_live_probes_try_what_is_watched() -> None:
             found = report_document(probing.report)["whatif"]
             assert list(found) == [COST, wanted.label]
             assert [one["requests"] for one in found.values()] == [3, 3], "the cost of the same requests"
-            assert found[wanted.label]["abs_delta"]["value"] == pytest.approx(0.3, rel=0.11)
+            against_exact = 0.3 - TRUNCATES["16bit"]
+            assert found[wanted.label]["abs_delta"]["value"] == pytest.approx(against_exact, rel=0.11), (
+                "the engine is not 16-bit"
+            )
             assert probing.shadow.watch([]) == ""
             await probed(probing)
             assert probing.report.whatif == {}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvguard.shadow.models import Decode, Pass
-from kvguard.shadow.scoring import collapse, divergence, score
+from kvguard.shadow.scoring import between, collapse, divergence, score
 from kvguard.vocabulary import UsageError
 
 SLACK = 1e-9
@@ -146,3 +146,17 @@ def test_a_broken_reference_says_nothing_about_the_engine() -> None:
     decode, reference = steady(tuple(range(5)))
     with pytest.raises(UsageError, match="pass '16bit' gives a nan logprob at position 3"):
         score(decode, replace(reference, at=(*reference.at[:3], (math.nan,), reference.at[4])))
+
+
+def test_one_pass_against_another_on_tokens_of_neither() -> None:
+    """0.5 / 0.3 against 0.6 / 0.25 at the two most likely ids; the decode's own numbers do not matter."""
+    logs = {value: math.log(value) for value in (0.25, 0.3, 0.5, 0.6)}
+    decode = Decode((1,), (7,), (-9.0,), (((7, -9.0), (8, -8.0)),), "length")
+    made = Pass((logs[0.5],), (7,), ((logs[0.5], logs[0.3]),), "made")
+    exact = Pass((logs[0.6],), (7,), ((logs[0.6], logs[0.25]),), "16bit")
+    found = between(decode, made, exact)
+    assert found.sum_delta == pytest.approx(logs[0.5] - logs[0.6])
+    assert (found.flips, found.tokens) == (0, 1)
+    assert found.tv_low == pytest.approx(0.1)
+    flipped = between(decode, Pass(made.logprobs, (9,), made.at, "made"), exact)
+    assert flipped.flips == 1, "its most likely id was not among the decode's"
