@@ -128,8 +128,12 @@ class Shadow:
     @property
     def report(self) -> ShadowReport:
         """The current report, with the sampler's account of now."""
-        current = self._report
-        return replace(current, skipped=dict(self._skipped), rows=self._sampler.rows())
+        current, rows = self._report, self._sampler.rows()
+        reason = current.reason
+        stalled = sum(row.dropped[Drop.STALL].requests for row in rows if Drop.STALL in row.dropped)
+        if stalled and not current.probes and self._open:
+            reason += f"; {stalled} drawn and dropped: a pass is predicted to stall the engine for longer than max-stall-ms"
+        return replace(current, reason=reason, skipped=dict(self._skipped), rows=rows)
 
     def watch(self, choices: Sequence[Choice]) -> str:
         """Let live probes also try `choices`, in place of those before; their sums start anew with the cost's.

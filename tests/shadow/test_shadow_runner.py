@@ -569,6 +569,17 @@ def test_the_data_plane_hands_over_and_parses_nothing() -> None:
     live(scenario())
 
 
+def test_where_every_pass_would_stall_too_long_the_reason_says_so() -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference(seconds=0.1), max_stall_ms=1) as probing:
+            for _ in range(3):
+                probing.client_asks()
+            await probing.until(lambda: probing.drops().get("stall") == 3)
+            assert "3 drawn and dropped: a pass is predicted to stall" in probing.report.reason
+
+    live(scenario())
+
+
 # --- an accepted baseline ---
 
 
