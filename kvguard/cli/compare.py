@@ -1,0 +1,218 @@
+"""`kvguard compare`: is a quantized KV cache free for this model and workload? Arms, controls, statistics, a verdict."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvguard.compare.arms import chosen_arms
+from kvguard.compare.gate import Gate, below, load_gate
+from kvguard.compare.judge import judge
+from kvguard.compare.models import ArmFile
+from kvguard.compare.outcome import Outcome
+from kvguard.compare.own_tasks import own_items
+from kvguard.compare.planning import OWN, TASKS, chosen_tasks
+from kvguard.compare.reports import write_reports
+from kvguard.compare.run import Comparison, Wish, read_arms
+from kvguard.compare.table import HEADINGS, TASK_HEADINGS, decision_rows, task_rows
+from kvguard.engine.process import become_subreaper
+from kvguard.guard.prepare import raise_file_limit
+from kvguard.guard.settings import Settings
+from kvguard.telemetry.logging import configure
+from kvguard.vocabulary import PolicyRefusal, UsageError
+
+_STOPPED = 130
+_WIDE = 120
+"""Columns of a terminal that the tables need; on a narrower one the arms stand side by side."""
+_FEW = (0, 1, 2, 3, 4, 8, 10)
+"""Columns of the tasks' table that a narrow terminal gets."""
+
+
+def compare(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model directory, or a name in the local hub cache.")
+    ] = None,
+    *,
+    arms: Annotated[str, typer.Option(help="The caches: 16bit and quantized dtypes, each DTYPE[@BACKEND][=CALIBRATION].")] = (
+        "16bit,fp8_e4m3"
+    ),
+    tasks: Annotated[str, typer.Option(help=f"Some of {', '.join(TASKS)}, own; default: all.")] = "",
+    own: Annotated[Path | None, typer.Option("--own-tasks", help="Your own items: JSON lines with prompt and answer.")] = None,
+    quick: Annotated[bool, typer.Option(help="Few items: says keep 16-bit or cannot tell, never free win.")] = False,
+    items: Annotated[int | None, typer.Option(help="Items of each generated task.", min=1, max=100_000)] = None,
+    samples: Annotated[
+        int, typer.Option(help="Answers for each reasoning item; above 1 drawn at the model's own temperature.", min=1, max=64)
+    ] = 1,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer of every item, in tokens.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the items and of the engines.", min=0)] = 0,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight while items are asked.", min=1, max=256)] = 4,
+    production: Annotated[bool, typer.Option(help="Graphs and compilation on, as served; default: eager.")] = False,
+    gate: Annotated[
+        Path | None, typer.Option(help="A gate's YAML file: exit 3 when the verdict is not the required one.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results go; the same directory goes on after a kill.")] = None,
+    from_files: Annotated[
+        list[Path] | None, typer.Option("--from", help="Finished arms (arms/*.json): report on them, run nothing.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="The vLLM to run: a name or a path.")] = "vllm",
+    engine_log: Annotated[Path | None, typer.Option(help="Where the engines' logs go; default: nowhere.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Say whether a quantized KV cache is free for this model: `free win`, `keep 16-bit` or `cannot tell`.
+
+    Each arm is started as `serve` would, with its cache proven, and everything else equal. A 16-bit arm is run twice and one
+    is ruined on purpose, so that no verdict rests on tasks that show nothing. vLLM's own flags go after `--`; leave the KV
+    flags out.
+
+    Example: kvguard compare MODEL --arms 16bit,fp8_e4m3 --quick --out results -- --max-model-len 8192
+    """
+    rules = load_gate(gate) if gate is not None else Gate()
+    extra = list(context.args)
+    finished: tuple[ArmFile, ...] | None
+    notes: list[str]
+    if from_files:
+        finished, notes = read_arms([*from_files, *map(Path, filter(None, [model])), *map(Path, extra)]), []
+        place = out
+    else:
+        if model is None:
+            raise UsageError("MODEL: required is a model to compare on, or --from with finished arms")
+        if extra and not extra[0].startswith("-"):
+            raise UsageError(f"{extra[0]!r}: only vLLM's flags go after `--`; name another vLLM with --engine")
+        wish = Wish(
+            base=(engine, "serve", model, *extra),
+            arms=chosen_arms(arms),
+            tasks=_tasks(tasks, own),
+            own=own_items(own) if own is not None else (),
+            seed=seed,
+            quick=quick,
+            production=production,
+            samples=samples,
+            items=items,
+            max_tokens=max_tokens,
+            concurrency=concurrency,
+        )
+        place = out if out is not None else Path(f"kvguard-compare-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
+        finished, notes = run_with_progress(wish, place, engine_log)
+    if finished is None:
+        raise typer.Exit(_STOPPED)
+    outcome = judge(finished, rules.rules, notes)
+    paths = write_reports(outcome, place) if place is not None else ()
+    if as_json:
+        typer.echo(outcome.model_dump_json(indent=2))
+    else:
+        show(outcome, Console())
+        for path in paths:
+            print(f"written   {path}")
+    if gate is not None and (missed := below(rules, outcome)):
+        raise PolicyRefusal(f"gate {gate}: {'; '.join(missed)}")
+
+
+def _tasks(named: str, own: Path | None) -> tuple[str, ...]:
+    """The generated tasks. `own` among the names stands for the items of --own-tasks, which are asked in any case."""
+    names = [name.strip() for name in named.split(",") if name.strip()]
+    generated = [name for name in names if name != OWN]
+    if OWN in names and own is None:
+        raise UsageError("--tasks own: name their file with --own-tasks")
+    return () if names and not generated else chosen_tasks(",".join(generated))
+
+
+def run_with_progress(wish: Wish, out: Path, engine_log: Path | None) -> tuple[tuple[ArmFile, ...] | None, list[str]]:
+    """Run, and show on standard error what is done, how far it is and how long it may take. None: stopped before the end."""
+    configure("warning")
+    raise_file_limit()
+    become_subreaper()
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with (
+        _log_file(engine_log) as descriptor,
+        Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar,
+    ):
+        of_arms, within = bar.add_task("arms", total=None), bar.add_task("preparing", total=None)
+
+        def told(what: str, done: int, total: int) -> None:
+            bar.update(within, description=what, completed=done, total=total or None)
+
+        def arm_told(name: str, done: int, total: int) -> None:
+            bar.update(of_arms, description=f"arm {name}" if name else "arms", completed=done, total=total)
+            if name and not console.is_terminal:
+                console.print(f"kvguard: arm {name}, {done + 1} of {total}", markup=False, highlight=False, soft_wrap=True)
+
+        comparison = Comparison(
+            wish,
+            out,
+            os.environ,
+            settings=Settings(record_directory=out / "records"),
+            outputs=(descriptor, descriptor),
+            told=told,
+            arm_told=arm_told,
+        )
+        return comparison.run(), comparison.notes
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """The decision table, the tasks, and each verdict with its reasons."""
+    # Names and verdicts alone fit a terminal; what they stand on follows as lines.
+    decisions = [(arm.arm, *row[1:]) for arm, row in zip(outcome.arms, decision_rows(outcome), strict=True)]
+    tasks = [(*row[:-1], row[-1].partition(":")[0]) for row in task_rows(outcome)]
+    if console.width >= _WIDE:
+        _print(HEADINGS, decisions, console)
+        _print(TASK_HEADINGS, tasks, console)
+    else:
+        columns = list(zip(HEADINGS, *decisions, strict=True))
+        _print(columns[0], columns[1:], console)
+        _print([TASK_HEADINGS[place] for place in _FEW], [[row[place] for place in _FEW] for row in tasks], console)
+    for arm in outcome.arms:
+        words = f"{arm.arm}: {arm.dtype}, scales {arm.scales}, {arm.confidence}, record {arm.record_digest[:19]}"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+    for arm in outcome.arms:
+        if arm.verdict is not None:
+            console.print(f"{arm.arm}: {arm.verdict}", style="bold", markup=False, highlight=False)
+            for reason in arm.why:
+                console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
+    for note in outcome.notes:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(_plain(heading), overflow="fold")
+    for row in rows:
+        table.add_row(*map(_plain, row))
+    console.print(table)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+@contextmanager
+def _log_file(path: Path | None) -> Iterator[int]:
+    """A descriptor that the engines' logs go to."""
+    sys.stdout.flush()
+    try:
+        descriptor = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UsageError(f"--engine-log {path}: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,127 @@
+"""What a comparison found, as the document that every report is rendered from."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from kvguard.compare.statistics import Paired, Seen
+from kvguard.shadow.statistics import Estimate
+from kvguard.vocabulary import Frozen
+
+FREE_WIN: Final = "free win"
+KEEP: Final = "keep 16-bit"
+CANNOT_TELL: Final = "cannot tell"
+Verdict = Literal["free win", "keep 16-bit", "cannot tell"]
+
+
+class Rules(Frozen):
+    """What verdicts are held against. `margin` is the loss that is accepted, in shares of 1; `capacity_ratio` the least gain
+    in tokens for each byte; `truncation` the share of answers that may end by their length before a task is void."""
+
+    margin: float = 0.02
+    capacity_ratio: float = 1.5
+    truncation: float = 0.05
+
+
+class TaskResult(Frozen):
+    """One task of one arm. `void` says why its scores do not count, "" when they do; shares are of 1.
+
+    `again` is the same comparison of the 16-bit arm with itself, `weak` whether a loss of the margin would be seen,
+    `needed` the number of items that would tell.
+    """
+
+    task: str
+    verdict: Verdict
+    why: str
+    paired: Paired | None
+    again: Paired | None
+    weak: Seen
+    truncated_reference: float
+    truncated_arm: float
+    failed: int
+    void: str = ""
+    needed: int | None = None
+
+
+class Capacity(Frozen):
+    """Measured by the engine: bytes and tokens of its cache, and what follows for sequences of 8,192 tokens.
+
+    `batch_8k` is whole sequences of 8K that the measured tokens hold, before max_num_seqs; `ratio` tokens for each byte,
+    against the reference.
+    """
+
+    kv_bytes: int | None
+    kv_tokens: int | None
+    bytes_per_token: float | None
+    batch_8k: int | None
+    ratio: float | None
+
+
+class Divergence(Frozen):
+    """Means by token, in nats where not shares. `decode`, `flips` and `kl` are of the arm's own decode against the 16-bit
+    engine's pass over it; `forced` and `forced_flips` of the arm's own pass over the 16-bit arm's text. `by_text` is the mean
+    |Δ logprob| of each text's decode."""
+
+    decode: Estimate
+    flips: Estimate
+    kl: Estimate
+    forced: Estimate
+    forced_flips: Estimate
+    by_text: tuple[float, ...]
+    problems: tuple[str, ...] = ()
+
+
+class Speed(Frozen):
+    """Generated tokens in a second at saturation, of each run."""
+
+    runs: tuple[float, ...]
+    requests: int
+
+
+class Cell(Frozen):
+    """Retrieval at one length (tokens) and depth (percent)."""
+
+    length: int
+    depth: int
+    items: int
+    right: float
+
+
+class ArmResult(Frozen):
+    """One arm. Controls have no verdict. `collapsed` names tasks where answers broke down and the 16-bit arms' did not."""
+
+    arm: str
+    verdict: Verdict | None
+    why: tuple[str, ...]
+    dtype: str
+    scales: str
+    confidence: str
+    backends: tuple[str, ...]
+    record_digest: str
+    capacity: Capacity
+    divergence: Divergence
+    speed: Speed
+    tasks: tuple[TaskResult, ...]
+    cells: tuple[Cell, ...]
+    collapsed: tuple[str, ...]
+    identical: tuple[int, int]
+    preemptions: float | None
+    differences: tuple[dict[str, str], ...]
+    command: tuple[str, ...]
+
+
+class Outcome(Frozen):
+    """A whole comparison. `scores` is each task's mean and standard error by arm; `notes` are what was not covered."""
+
+    format: int = 1
+    kvguard_version: str
+    model: str
+    engine: str
+    seed: int
+    quick: bool
+    plan_digest: str
+    limits: dict[str, int | None]
+    rules: Rules
+    arms: tuple[ArmResult, ...]
+    scores: dict[str, dict[str, tuple[float, float | None, int]]]
+    notes: tuple[str, ...]

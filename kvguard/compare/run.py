@@ -1,0 +1,249 @@
+"""A comparison from beginning to end: the arms one after the other, each finished one in a file, then the report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvguard.canonical import sha256_of
+from kvguard.compare import equal
+from kvguard.compare.arms import Arm, again, arm_of, weak_or_why
+from kvguard.compare.asking import Asker, Told, tokens_per_hundred
+from kvguard.compare.draw import Draw
+from kvguard.compare.models import AGAIN, CONTROLS, WEAK, Answered, ArmFile, Forced, Generated, Item, Plan, Scored, Throughput
+from kvguard.compare.planning import REASONING, make_plan
+from kvguard.compare.results import Rows, Start, file_stem, read_arm, read_plan, write_whole
+from kvguard.compare.retrieval import filler
+from kvguard.compare.starting import Proven, preemptions, run_arm
+from kvguard.files import printable
+from kvguard.guard.settings import Settings
+from kvguard.vocabulary import EngineFailed, UsageError
+
+_HUNDRED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What was asked for. `base` is the command without the KV cache; `own` the user's items; the rest see `planning`."""
+
+    base: tuple[str, ...]
+    arms: tuple[str, ...]
+    tasks: tuple[str, ...]
+    own: tuple[Item, ...]
+    seed: int
+    quick: bool
+    production: bool
+    samples: int
+    items: int | None
+    max_tokens: int | None
+    concurrency: int
+
+    @property
+    def digest(self) -> str:
+        """Over all that decides results, so that a directory's results are never mixed with another comparison's."""
+        own = [item.model_dump(mode="json") for item in self.own]
+        tasks = {"tasks": list(self.tasks), "own": own, "samples": self.samples, "items": self.items, "max": self.max_tokens}
+        how = {"seed": self.seed, "quick": self.quick, "production": self.production, "concurrency": self.concurrency}
+        return sha256_of({"base": list(self.base), "arms": list(self.arms), **tasks, **how})
+
+
+class Comparison:
+    """Runs the arms of a wish in a directory, going on where an earlier run was ended."""
+
+    def __init__(
+        self,
+        wish: Wish,
+        out: Path,
+        env: Mapping[str, str],
+        *,
+        settings: Settings,
+        outputs: tuple[int, int],
+        told: Told,
+        arm_told: Told,
+    ) -> None:
+        """`told` is called with each step within an arm, `arm_told` with each arm. UsageError for another's directory."""
+        self._wish, self._out, self._env = wish, out, env
+        self._settings, self._outputs = settings, outputs
+        self._told, self._arm_told = told, arm_told
+        self._plan: Plan | None = None
+        self._finished: list[ArmFile] = []
+        self.notes: list[str] = []
+        self._claim_directory()
+
+    def run(self) -> tuple[ArmFile, ...] | None:
+        """All arms, the reference first and its repetition last; None when it was stopped before the end."""
+        arms = self._arms()
+        for number, arm in enumerate(arms):
+            self._arm_told(arm.name, number, len(arms))
+            path = self._path(arm, "json")
+            if path.exists():
+                finished = read_arm(path)
+                self._plan = self._plan or finished.plan
+            else:
+                made = self._run(arm)
+                if made is None:
+                    return None
+                finished = made
+            self._finished.append(finished)
+        self._arm_told("", len(arms), len(arms))
+        return tuple(self._finished)
+
+    def _arms(self) -> list[Arm]:
+        wish = self._wish
+        seed, production = wish.seed, wish.production
+        named = [arm_of(name, wish.base, self._env, seed=seed, production=production) for name in wish.arms]
+        for arm in named:
+            arm.prepared(self._env)  # refused before any engine time
+        place = self._out / "weak"
+        weak, why = weak_or_why(wish.arms[0], wish.base, self._env, place, seed=seed, production=production)
+        if weak is None:
+            self.notes.append(f"no weak arm, so that no task can say free win: {why}")
+        return [*named, *([weak] if weak else []), again(named[0])]
+
+    def _run(self, arm: Arm) -> ArmFile | None:
+        rows = Rows(self._path(arm, "jsonl"))
+        made: list[ArmFile] = []
+
+        async def questions(proven: Proven) -> None:
+            made.append(await self._ask(arm, proven, rows))
+
+        try:
+            self._told("starting the engine", 0, 0)
+            if not run_arm(arm, self._env, self._settings, self._outputs, questions):
+                return None
+        finally:
+            rows.close()
+        write_whole(self._path(arm, "json"), made[0].model_dump_json(indent=1) + "\n")
+        return made[0]
+
+    async def _ask(self, arm: Arm, proven: Proven, rows: Rows) -> ArmFile:
+        plan = await self._plan_of(proven)
+        self._refuse_unfair(arm, proven)
+        rows.begin(Start(record_digest=proven.record_digest, plan_digest=plan.digest))
+        asker = Asker(
+            client=proven.client,
+            model=proven.model,
+            chat=proven.prepared.declared.has_chat_template,
+            plan=plan,
+            rows=rows,
+            told=self._told,
+            sampled=frozenset(REASONING),
+            concurrency=self._wish.concurrency,
+        )
+        await asker.items()
+        await asker.generate()
+        reference = self._finished[0].generated if self._finished else [r for r in rows.rows if isinstance(r, Generated)]
+        await asker.force(reference)
+        if arm.name == AGAIN:
+            own = {AGAIN: [row for row in rows.rows if isinstance(row, Generated)]}
+            await asker.score({**{each.arm: each.generated for each in self._finished}, **own})
+        if arm.name not in CONTROLS:
+            await asker.saturate()
+        found = rows.rows
+        return ArmFile(
+            arm=arm.name,
+            model=proven.prepared.command.model,
+            command=arm.argv,
+            record=proven.record,
+            record_digest=proven.record_digest,
+            effective=proven.effective,
+            limits=_limits(proven),
+            chat_template=proven.prepared.declared.has_chat_template,
+            template_digest=_template_digest(proven),
+            preemptions=await preemptions(proven.client, proven.effective),
+            plan=plan,
+            answers=tuple(row for row in found if isinstance(row, Answered)),
+            generated=tuple(row for row in found if isinstance(row, Generated)),
+            forced=tuple(row for row in found if isinstance(row, Forced)),
+            scored=tuple(row for row in found if isinstance(row, Scored)),
+            throughput=tuple(row for row in found if isinstance(row, Throughput)),
+        )
+
+    async def _plan_of(self, proven: Proven) -> Plan:
+        """The plan of this comparison: made by the first arm, kept beside the results."""
+        path = self._out / "plan.json"
+        if self._plan is None and path.exists():
+            self._plan = read_plan(path)
+        if self._plan is None:
+            length = proven.limits.max_model_len
+            if length is None:
+                raise EngineFailed("the engine does not say its max_model_len, which the tasks' lengths follow from")
+            wish = self._wish
+            text = filler(Draw(wish.seed, "tokenizer"), _HUNDRED)
+            self._plan = make_plan(
+                seed=wish.seed,
+                quick=wish.quick,
+                tasks=wish.tasks,
+                own=wish.own,
+                max_model_len=length,
+                max_num_seqs=proven.limits.max_num_seqs,
+                tokens_per_hundred=await tokens_per_hundred(proven.client, proven.model, text),
+                samples=wish.samples,
+                items=wish.items,
+                max_tokens=wish.max_tokens,
+            )
+            write_whole(path, self._plan.model_dump_json(indent=1) + "\n")
+        return self._plan
+
+    def _refuse_unfair(self, arm: Arm, proven: Proven) -> None:
+        """Before this arm is asked anything."""
+        if not self._finished:
+            return
+        first = self._finished[0]
+        equal.check_record(arm.name, proven.record, first.arm, first.record)
+        equal.check_limits(arm.name, _limits(proven), first.arm, first.limits)
+        equal.check_backends(arm.name, proven.effective, first.arm, first.effective)
+        if arm.name not in CONTROLS:
+            equal.check_differ(arm.name, proven.effective, first.arm, first.effective)
+
+    def _path(self, arm: Arm, suffix: str) -> Path:
+        return self._out / "arms" / f"{file_stem(arm.name)}.{suffix}"
+
+    def _claim_directory(self) -> None:
+        """The directory is empty, or holds this very comparison."""
+        path = self._out / "wish.json"
+        if path.exists():
+            try:
+                found = json.loads(path.read_text("utf-8"))["digest"]
+            except (OSError, ValueError, KeyError, TypeError):
+                found = None
+            if found != self._wish.digest:
+                raise UsageError(f"{printable(str(self._out))}: holds another comparison; give a new --out directory")
+            return
+        if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
+            raise UsageError(f"{printable(str(self._out))}: neither empty nor of a comparison; give another --out")
+        write_whole(path, json.dumps({"digest": self._wish.digest, "arms": list(self._wish.arms)}) + "\n")
+
+
+def _limits(proven: Proven) -> dict[str, int | None]:
+    limits = proven.limits
+    return {
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+    }
+
+
+def _template_digest(proven: Proven) -> str:
+    """Over the checkpoint's files that a chat template can stand in, by their digests in the start's own reading."""
+    names = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+    told = sorted(f"{item.name} {item.sha256}" for item in proven.prepared.digests if item.name in names)
+    template = proven.prepared.command.value("--chat-template") or ""
+    return "sha256:" + hashlib.sha256("\n".join([*told, template]).encode()).hexdigest()
+
+
+def read_arms(paths: Sequence[Path]) -> tuple[ArmFile, ...]:
+    """Finished arms of files, the reference first. Raises UsageError for files that are none, or arms given twice."""
+    arms = [read_arm(path) for path in paths]
+    names = [arm.arm for arm in arms]
+    if len(set(names)) != len(names):
+        raise UsageError(f"--from: arm {next(name for name in names if names.count(name) > 1)!r} is given twice")
+    first = [arm for arm in arms if arm.arm.partition("@")[0] == "16bit"]
+    others = [arm for arm in arms if arm not in first and arm.arm not in CONTROLS]
+    if len(first) != 1 or not others:
+        raise UsageError(f"--from: required are the 16bit arm and at least one other; found {', '.join(names)}")
+    order = {WEAK: 1, AGAIN: 2}
+    return (*first, *others, *sorted((arm for arm in arms if arm.arm in CONTROLS), key=lambda arm: order[arm.arm]))

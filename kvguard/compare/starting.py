@@ -1,0 +1,109 @@
+"""One arm's engine: started, proven and recorded as `serve` would, asked its questions, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvguard.compare.arms import Arm
+from kvguard.engine.client import EngineClient, model_cards
+from kvguard.engine.run_directory import RunDirectory
+from kvguard.evidence import metrics as metrics_evidence
+from kvguard.evidence.replies import Limits
+from kvguard.guard.board import Board
+from kvguard.guard.calibrating import NoSurface
+from kvguard.guard.gate import Gate
+from kvguard.guard.lifecycle import Guard
+from kvguard.guard.prepare import Prepared, plan_for
+from kvguard.guard.settings import Settings
+from kvguard.vocabulary import Effective, EngineDied, EngineFailed, ExitCode, PolicyRefusal, UsageError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """An arm's engine while it runs: `record` is its run record, `limits` as read inside."""
+
+    client: EngineClient
+    model: str
+    prepared: Prepared
+    record: dict[str, Any]
+    record_digest: str
+    effective: Effective
+    limits: Limits
+
+
+Questions = Callable[[Proven], Coroutine[Any, Any, None]]
+
+
+def run_arm(arm: Arm, env: Mapping[str, str], settings: Settings, outputs: tuple[int, int], questions: Questions) -> bool:
+    """Start the arm's engine, and once it is proven do `questions`. False when it was stopped before they were done.
+
+    Raises PolicyRefusal for an engine that does not run the arm's cache, EngineFailed or
+    EngineDied for one that does not start, or ends.
+    """
+    prepared = arm.prepared(env)
+    board = Board(Gate())
+    finished: list[bool] = []
+
+    async def live(run_directory: RunDirectory) -> int:
+        plan = plan_for(prepared, run_directory, env, colour=False)
+        for name, content in plan.files.items():
+            run_directory.write(name, content)
+
+        async def work(client: EngineClient, secret: str, limits: Limits) -> None:  # noqa: ARG001
+            card = next(iter(model_cards(await client.models())), {})
+            model = str(card.get("id", prepared.command.model))
+            if board.record is None or board.status.effective is None or not board.status.record_digest:
+                raise UsageError(f"arm {arm.name}: no run record was written")
+            await questions(
+                Proven(client, model, prepared, board.record, board.status.record_digest, board.status.effective, limits)
+            )
+            finished.append(True)
+
+        guard = Guard(
+            prepared,
+            plan,
+            arm.policy,
+            settings,
+            board,
+            NoSurface(),
+            run_directory,
+            argv=arm.argv,
+            started=time.monotonic(),
+            work=work,
+            outputs=outputs,
+        )
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, guard.request_stop)
+        return await guard.run()
+
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        with RunDirectory(env) as run_directory:
+            code = asyncio.run(live(run_directory))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if code == ExitCode.POLICY_VIOLATION:
+        raise PolicyRefusal(f"arm {arm.name}: {board.status.reason}")
+    if code == ExitCode.ENGINE_DIED:
+        raise EngineDied(f"arm {arm.name}: {board.status.reason}; the same command goes on from here")
+    if code != ExitCode.CLEAN:
+        raise EngineFailed(f"arm {arm.name}: {board.status.reason}")
+    return bool(finished)
+
+
+async def preemptions(client: EngineClient, effective: Effective) -> float | None:
+    """How often the engine has preempted a request since its start; None when it does not say."""
+    page = (await client.metrics_text()).body or b""
+    try:
+        return metrics_evidence.gauges(metrics_evidence.parse_metrics(page), effective, None).preemptions_total
+    except UsageError:
+        return None
