@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from guarded import KVGUARD, Guarded
+from kvguard.vocabulary import ExitCode
 
 BUSY = ("rate=1", "engine-share=1", "max-stall-ms=10000", "probes-per-minute=600", "max-tokens=48")
 OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
@@ -121,9 +122,9 @@ def test_scales_for_another_model_are_named(restarted: Guarded, tmp_path: Path) 
     path.write_text('{"k": [1.0], "v": [1.0]}')
     command = [KVGUARD, "whatif", f"http://127.0.0.1:{restarted.management_port}", "--scales", str(path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    problems = json.loads(done.stdout)["problems"]
-    assert all("k scales are given for 1 layers, the engine has 30" in problem for problem in problems)
-    assert problems
+    assert done.returncode == ExitCode.ENGINE_FAILED_TO_START
+    assert "no prompt could be probed: prompt 1: " in done.stderr
+    assert "k scales are given for 1 layers, the engine has 30" in done.stderr
 
 
 def test_live_what_if_is_about_clients_requests(restarted: Guarded) -> None:
