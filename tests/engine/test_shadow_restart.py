@@ -66,7 +66,9 @@ def ruined_low(guarded: Callable[..., Guarded]) -> float:
 @pytest.fixture(scope="module")
 def restarted(guarded: Callable[..., Guarded], ruined_low: float) -> Guarded:
     """The same checkpoint and command, on 16-bit."""
-    return guarded("kv_scheme_ruined_scales", policy=SIXTEEN_BIT, options=OPTIONS).wait_ready()
+    served = guarded("kv_scheme_ruined_scales", policy=SIXTEEN_BIT, options=OPTIONS).wait_ready()
+    _wait(served, lambda report: report["state"] != "checking")
+    return served
 
 
 def test_ruined_scales_collapse_within_five_probes_and_sixteen_bit_is_at_the_noise_floor(
