@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvguard.cli.engine_log import engine_log as open_engine_log
 from kvguard.engine.process import become_subreaper
 from kvguard.files import printable
 from kvguard.guard.calibrating import Calibrated, Traffic, calibrate_from_traffic
@@ -83,7 +82,7 @@ def calibrate(
     raise_file_limit()
     become_subreaper()
     settings = Settings(record_directory=default_directory(os.environ))
-    with _log_file(engine_log) as descriptor:
+    with open_engine_log(engine_log) as descriptor:
         outputs = (descriptor, descriptor)
         done = run_with_progress(argv, chosen, headroom=headroom, outputs=outputs, settings=settings, out=out)
     if isinstance(done, int):
@@ -191,17 +190,3 @@ def show(done: Calibrated, console: Console) -> None:
     console.print(f"prompts   {prompts['digest']}", highlight=False, soft_wrap=True)
     console.print(f"artefact  {done.calibration.digest}", highlight=False, soft_wrap=True)
     console.print(f"written   {done.calibration.path}", highlight=False, soft_wrap=True, markup=False)
-
-
-@contextmanager
-def _log_file(path: Path | None) -> Iterator[int]:
-    """A descriptor that the engine's log goes to."""
-    sys.stdout.flush()
-    try:
-        descriptor = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise UsageError(f"--engine-log {path}: {error.strerror}") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

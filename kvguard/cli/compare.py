@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvguard.cli.engine_log import engine_log as open_engine_log
 from kvguard.compare.arms import chosen_arms
 from kvguard.compare.gate import Gate, below, load_gate
 from kvguard.compare.judge import judge
@@ -142,7 +141,7 @@ def run_with_progress(wish: Wish, out: Path, engine_log: Path | None) -> tuple[t
         TimeRemainingColumn(),
     )
     with (
-        _log_file(engine_log) as descriptor,
+        open_engine_log(engine_log) as descriptor,
         Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar,
     ):
         of_arms, within = bar.add_task("arms", total=None), bar.add_task("preparing", total=None)
@@ -202,17 +201,3 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Cons
 
 def _plain(text: str) -> str:
     return text.replace("[", r"\[")
-
-
-@contextmanager
-def _log_file(path: Path | None) -> Iterator[int]:
-    """A descriptor that the engines' logs go to."""
-    sys.stdout.flush()
-    try:
-        descriptor = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise UsageError(f"--engine-log {path}: {error.strerror}") from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvguard.compare.arms import Arm
 from kvguard.engine.client import EngineClient, model_cards
-from kvguard.engine.run_directory import RunDirectory
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.replies import Limits
 from kvguard.guard.board import Board
-from kvguard.guard.calibrating import NoSurface
 from kvguard.guard.gate import Gate
-from kvguard.guard.lifecycle import Guard
-from kvguard.guard.prepare import Prepared, plan_for
+from kvguard.guard.prepare import Prepared
+from kvguard.guard.private import run_privately
 from kvguard.guard.settings import Settings
 from kvguard.vocabulary import Effective, EngineDied, EngineFailed, ExitCode, PolicyRefusal, UsageError
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +44,17 @@ def run_arm(arm: Arm, env: Mapping[str, str], settings: Settings, outputs: tuple
     board = Board(Gate())
     finished: list[bool] = []
 
-    async def live(run_directory: RunDirectory) -> int:
-        plan = plan_for(prepared, run_directory, env, colour=False)
-        for name, content in plan.files.items():
-            run_directory.write(name, content)
-
-        async def work(client: EngineClient, secret: str, limits: Limits) -> None:  # noqa: ARG001
-            card = next(iter(model_cards(await client.models())), {})
-            model = str(card.get("id", prepared.command.model))
-            if board.record is None or board.status.effective is None or not board.status.record_digest:
-                raise UsageError(f"arm {arm.name}: no run record was written")
-            await questions(
-                Proven(client, model, prepared, board.record, board.status.record_digest, board.status.effective, limits)
-            )
-            finished.append(True)
-
-        guard = Guard(
-            prepared,
-            plan,
-            arm.policy,
-            settings,
-            board,
-            NoSurface(),
-            run_directory,
-            argv=arm.argv,
-            started=time.monotonic(),
-            work=work,
-            outputs=outputs,
+    async def work(client: EngineClient, secret: str, limits: Limits) -> None:  # noqa: ARG001
+        card = next(iter(model_cards(await client.models())), {})
+        model = str(card.get("id", prepared.command.model))
+        if board.record is None or board.status.effective is None or not board.status.record_digest:
+            raise UsageError(f"arm {arm.name}: no run record was written")
+        await questions(
+            Proven(client, model, prepared, board.record, board.status.record_digest, board.status.effective, limits)
         )
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, guard.request_stop)
-        return await guard.run()
+        finished.append(True)
 
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        with RunDirectory(env) as run_directory:
-            code = asyncio.run(live(run_directory))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    code = run_privately(prepared, arm.policy, arm.argv, env, settings, board, work, outputs)
     if code == ExitCode.POLICY_VIOLATION:
         raise PolicyRefusal(f"arm {arm.name}: {board.status.reason}")
     if code == ExitCode.ENGINE_DIED:

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvguard.canonical import sha256_of
 from kvguard.engine.client import EngineClient, model_cards
-from kvguard.engine.run_directory import RunDirectory
 from kvguard.evidence.replies import Limits
 from kvguard.facts.calibration import pass_missing
 from kvguard.guard.board import Board
 from kvguard.guard.gate import Gate
-from kvguard.guard.lifecycle import Guard
-from kvguard.guard.prepare import Prepared, plan_for, prepare, understand
+from kvguard.guard.prepare import Prepared, prepare, understand
+from kvguard.guard.private import run_privately
+from kvguard.guard.reference_start import SIXTEEN_BIT
 from kvguard.guard.settings import Settings
-from kvguard.guard.surface import Tap
-from kvguard.policy.models import MODEL_DTYPE, KVCachePolicy, Policy
 from kvguard.reference.artefact import Calibration, Options, overlays_directory, save_calibration
 from kvguard.reference.calibrate import Measured, Progress, measure
 from kvguard.reference.overlay import why_dropped
 from kvguard.reference.prompts import PromptSet
 from kvguard.reference.ranges import Spanned
 from kvguard.reference.scales import Scales, report_layers, scales_from
-from kvguard.vocabulary import Confidence, ExitCode, Frozen, Json, PolicyRefusal, UsageError
-
-SIXTEEN_BIT = Policy(kv_cache=KVCachePolicy(dtype=(MODEL_DTYPE,), min_confidence=Confidence.PROVEN))
-"""What the measuring engine must run: nothing that is measured may come out of a quantized cache."""
+from kvguard.vocabulary import ExitCode, Frozen, Json, PolicyRefusal, UsageError
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LEFT_OUT = frozenset({"--kv-cache-dtype", "--kv-cache-dtype-skip-layers", "--calculate-kv-scales"})
 
 
@@ -56,22 +47,6 @@ class Traffic(Frozen):
     def digest(self) -> str:
         """Of what was measured; it takes the place of a prompt set's."""
         return sha256_of(self.spanned.model_dump(mode="json"))
-
-
-class NoSurface:
-    """The data plane of an engine that serves nobody."""
-
-    alive = True
-
-    def stop_accepting(self) -> None:
-        """Nothing is accepted."""
-
-    def wait_idle(self, timeout_s: float) -> bool:  # noqa: ARG002
-        """Nothing is in flight."""
-        return True
-
-    def set_tap(self, tap: Tap | None) -> None:
-        """There is no traffic."""
 
 
 def calibrate(
@@ -115,35 +90,7 @@ def calibrate(
         )
         measured.append(found)
 
-    async def live(run_directory: RunDirectory) -> int:
-        plan = plan_for(prepared, run_directory, env, colour=False)
-        for name, content in plan.files.items():
-            run_directory.write(name, content)
-        guard = Guard(
-            prepared,
-            plan,
-            SIXTEEN_BIT,
-            settings,
-            Board(Gate()),
-            NoSurface(),
-            run_directory,
-            argv=words,
-            started=time.monotonic(),
-            work=work,
-            outputs=outputs,
-        )
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, guard.request_stop)
-        return await guard.run()
-
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        with RunDirectory(env) as run_directory:
-            code = asyncio.run(live(run_directory))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    code = run_privately(prepared, SIXTEEN_BIT, words, env, settings, Board(Gate()), work, outputs)
     if code != ExitCode.CLEAN or not measured:
         return code
     texts: dict[str, Json] = {"digest": prompts.digest, "texts": len(prompts.prompts), "of": "texts"}

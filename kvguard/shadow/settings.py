@@ -64,8 +64,8 @@ class Settings(Frozen):
     engine_share: float = Field(0.02, gt=0, le=1, allow_inf_nan=False)
     """Share of the engine's time that probes may take: reference passes, and each replay's part of its batches.
 
-    Default 0.02: at most one inter-token gap in 50 can be lengthened, which leaves the 99th percentile to the
-    engine as long as passes are longer than a decode step.
+    Default 0.02, the most that quality should cost. A pass lengthens one gap of every stream that runs, so that the 99th
+    percentile of gaps can feel it; 0.01 or less where that matters.
     """
 
     max_stall_ms: float = Field(200, gt=0, le=60_000, allow_inf_nan=False)
