@@ -183,14 +183,14 @@ class Guarded:
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def close(self) -> None:
         """End it whatever its state; what it leaves then is the test's own doing."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(60)
+                self.process.wait(120)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -204,8 +204,9 @@ class Guarded:
 
     def engine_group(self) -> int | None:
         """The engine's process group, remembered from the run directory while that exists."""
-        for note in self.run_base.glob("*/engine.pid"):
-            self._group = int(note.read_text().split()[0])
+        with contextlib.suppress(OSError):  # it may be taken away at any moment
+            for note in self.run_base.glob("*/engine.pid"):
+                self._group = int(note.read_text().split()[0])
         return self._group
 
     def engine_processes(self) -> list[int]:

@@ -53,55 +53,78 @@ class Budget:
         return max(WINDOW_S, self._start_window, spent.cost / self._share)
 
 
+@dataclass(slots=True)
+class _Length:
+    """What passes of one power of two of tokens took, in seconds by token, the longest in tokens, and since when refused."""
+
+    mean: float = 0.0
+    deviation: float = 0.0
+    best: float = 0.0
+    longest: int = 0
+    refused_since: float | None = None
+
+
 class PassTimes:
     """How long a reference pass will stall the engine, from those measured: seconds by token, and a margin.
 
-    Slower than expected counts at once, faster only slowly. Beyond the longest pass measured, time by token is taken to
-    grow with the length, as exact attention's does. Where the forecast refuses everything, it would never learn
-    better, so from the first refusal on it falls by half every `forget_s` seconds, down to the best seen.
+    Lengths are kept apart by powers of two. Slower than expected counts at once, faster only slowly. A length that was
+    never measured is foreseen from the nearest shorter one, its time by token taken to grow with the length, as exact
+    attention's does. Where the forecast refuses a whole length, it would never learn better, so from the first refusal on
+    it falls by half every `forget_s` seconds, down to the best time by token seen.
     """
 
     _QUICKNESS = 0.2
     _DEVIATIONS = 2.0
 
     def __init__(self, prior_s_per_token: float, forget_s: float) -> None:
-        self._mean = prior_s_per_token
-        self._deviation = 0.0
-        self._best = prior_s_per_token
-        self._longest = 0
-        self._refused_since: float | None = None
+        self._prior = prior_s_per_token
+        self._lengths: dict[int, _Length] = {}
         self._forget_s = forget_s
 
     def predict(self, now: float, tokens: int) -> float:
         """Seconds, on the cautious side, that a pass over this many tokens takes."""
         units = max(tokens, LEAST_TOKENS)
-        growth = max(1.0, units / self._longest) if self._longest else 1.0
-        by_token = (self._mean + self._DEVIATIONS * self._deviation) * growth
-        if self._refused_since is not None:
-            forgotten = by_token * 0.5 ** ((now - self._refused_since) / self._forget_s)
-            by_token = max(min(self._best, by_token), forgotten)
+        by_token = self._foreseen(units)
+        since = self._of(units).refused_since
+        if since is not None:
+            best = min((each.best for each in self._lengths.values() if each.longest), default=self._prior)
+            by_token = max(min(best, by_token), by_token * 0.5 ** ((now - since) / self._forget_s))
         return units * by_token
 
-    def refuse(self, now: float) -> None:
-        """A pass was refused for its predicted time."""
-        if self._refused_since is None:
-            self._refused_since = now
+    def refuse(self, now: float, tokens: int) -> None:
+        """A pass over this many tokens was refused for its predicted time."""
+        length = self._of(max(tokens, LEAST_TOKENS))
+        if length.refused_since is None:
+            length.refused_since = now
 
     def measure(self, tokens: int, seconds: float) -> None:
         """A pass over this many tokens took this long."""
         units = max(tokens, LEAST_TOKENS)
         by_token = seconds / units
-        if not self._longest:
-            self._mean = self._best = by_token
-            self._deviation = by_token / 4
-        elif by_token > self._mean + self._DEVIATIONS * self._deviation:
-            self._mean = by_token
+        length = self._of(units)
+        if not length.longest:
+            length.mean = length.best = by_token
+            length.deviation = by_token / 4
+        elif by_token > length.mean + self._DEVIATIONS * length.deviation:
+            length.mean = by_token
         else:
-            self._deviation += self._QUICKNESS * (abs(by_token - self._mean) - self._deviation)
-            self._mean += self._QUICKNESS * (by_token - self._mean)
-        self._best = min(self._best, by_token)
-        self._longest = max(self._longest, units)
-        self._refused_since = None
+            length.deviation += self._QUICKNESS * (abs(by_token - length.mean) - length.deviation)
+            length.mean += self._QUICKNESS * (by_token - length.mean)
+        length.best = min(length.best, by_token)
+        length.longest = max(length.longest, units)
+        length.refused_since = None
+
+    def _of(self, units: int) -> _Length:
+        return self._lengths.setdefault((units - 1).bit_length(), _Length())
+
+    def _foreseen(self, units: int) -> float:
+        measured = sorted(each.longest for each in self._lengths.values() if each.longest)
+        if not measured:
+            return self._prior
+        nearest = max((most for most in measured if most <= units), default=measured[0])
+        own = self._of(units)
+        length = own if own.longest else self._of(nearest)
+        return (length.mean + self._DEVIATIONS * length.deviation) * max(1.0, units / length.longest)
 
 
 class Breaker:

@@ -28,6 +28,7 @@ OTHER_ADAPTERS = "other"
 """The adapter in the strata of those."""
 
 _SLOWLY = 0.2
+_FORGET_S = 60.0  # a pause of the machine in one pass must not blind probes for long
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ class Sampler(Generic[T]):
         self._queued_bytes = 0
         self._running: tuple[Item[T], Spent] | None = None
         self._budget = Budget(settings.probes_per_minute, settings.engine_share)
-        self._times = PassTimes(settings.prior_ms_per_token / 1000, settings.retry_after_s)
+        self._times = PassTimes(settings.prior_ms_per_token / 1000, _FORGET_S)
         self._overhead_s = 0.0
         self._breaker = Breaker(settings.retry_after_s)
         self._adapters: set[str] = {""}
@@ -281,7 +282,7 @@ class Sampler(Generic[T]):
         if tokens > self._batch_tokens:
             return Drop.TOO_LONG
         if self._times.predict(now, tokens) * 1000 > self._settings.max_stall_ms:
-            self._times.refuse(now)
+            self._times.refuse(now, tokens)
             return Drop.STALL
         return None
 

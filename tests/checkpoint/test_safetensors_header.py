@@ -106,7 +106,7 @@ def test_large_headers_are_fast():
     content = raw(header, b"\0" * 50_000)
     started = time.perf_counter()
     assert len(parse_header(content, "s", len(content)).tensors) == 50_000
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60  # anything quadratic takes far longer
 
 
 @pytest.mark.parametrize(

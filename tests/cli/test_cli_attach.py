@@ -90,7 +90,7 @@ def attach(tmp_path: Path) -> Iterator[Callable[..., Attach]]:
     for one in started:
         if one.process.poll() is None:
             one.process.kill()
-        one.process.wait(60)
+        one.process.wait(120)
 
 
 def test_requests_pass_with_the_four_headers_and_sigterm_leaves_the_engine(
@@ -111,13 +111,13 @@ def test_requests_pass_with_the_four_headers_and_sigterm_leaves_the_engine(
     run.until(lambda: "/wake_up was answered" in run.err)
     assert engine.asked.count("/version") == asked[0]  # the same run of it
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(120) == 0
     assert httpx.get(f"{engine.url}/health", trust_env=False, timeout=60).status_code == 200
 
 
 def test_a_refusal_is_exit_3_and_one_line_to_the_orchestrator(engine: PlainEngine, attach: Callable[..., Attach]) -> None:
     run = attach("--engine", engine.url, "--kv-bytes", "1GiB", policy="kv_cache: {dtype: 16bit}\n")
-    assert run.process.wait(60) == 3
+    assert run.process.wait(120) == 3
     assert (run.directory / "last").read_text().startswith("refused by policy: kv_cache_dtype fail")
     assert "Traceback" not in run.err
     assert httpx.get(f"{engine.url}/health", trust_env=False, timeout=60).status_code == 200
@@ -136,18 +136,18 @@ def test_a_refusal_is_exit_3_and_one_line_to_the_orchestrator(engine: PlainEngin
 )
 def test_bad_options_are_one_line_and_exit_2(attach: Callable[..., Attach], options: tuple[str, ...], says: str) -> None:
     run = attach(*options)
-    assert run.process.wait(60) == 2
+    assert run.process.wait(120) == 2
     assert says in run.err
     assert "Traceback" not in run.err
 
 
 def test_a_checkpoint_that_cannot_be_read_is_exit_2(engine: PlainEngine, attach: Callable[..., Attach], tmp_path: Path) -> None:
     run = attach("--engine", engine.url, "--checkpoint", str(tmp_path / "nothing"))
-    assert run.process.wait(60) == 2
+    assert run.process.wait(120) == 2
     assert "not a readable model directory" in run.err
 
 
 def test_an_engine_that_does_not_come_is_exit_4(attach: Callable[..., Attach]) -> None:
     run = attach("--engine", f"http://127.0.0.1:{free_port()}", "--start-timeout", "1")
-    assert run.process.wait(60) == 4
+    assert run.process.wait(120) == 4
     assert (run.directory / "last").read_text().startswith("engine failed to start: no healthy engine at")

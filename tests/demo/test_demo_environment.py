@@ -143,7 +143,7 @@ def test_two_runs_make_one_engine(tmp_path, asked, capfd):
         second.join(0.05)
         assert second.is_alive()
         assert asked() == ""
-    second.join(20)
+    second.join(120)
     assert not second.is_alive()
     assert asked().count("venv") == 1
 
@@ -238,6 +238,6 @@ def test_exclusive_waits_aloud(tmp_path, capfd):
         thread = threading.Thread(target=second)
         thread.start()
         assert not entered.wait(0.05)
-    thread.join(20)
+    thread.join(120)
     assert entered.is_set()
     assert "waiting for another run that makes the thing" in capfd.readouterr().out

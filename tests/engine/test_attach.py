@@ -37,7 +37,7 @@ class Plain:
         for pid in family:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(60)
+        self.process.wait(120)
 
 
 class Beside:
@@ -85,7 +85,7 @@ class Beside:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.terminate()
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         self._err.close()
         return code
 

@@ -111,7 +111,7 @@ def test_a_client_that_hangs_up_frees_the_engine_within_a_second(served: Guarded
         in_a_second = 100 / (time.monotonic() - begun)
         assert served.gauge("vllm:num_requests_running") == 1.0
         before = _generated(served)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while served.gauge("vllm:num_requests_running") != 0.0:
         assert time.monotonic() < deadline, "the engine still computes for a client that has gone"
     assert _generated(served) - before < max(in_a_second, 20)
@@ -120,9 +120,9 @@ def test_a_client_that_hangs_up_frees_the_engine_within_a_second(served: Guarded
 def test_the_engine_core_killed_while_streaming(served: Guarded) -> None:
     """vLLM's own last bytes pass unchanged; kvguard exits 5 and leaves nothing."""
     reader = Reader(served)
-    assert reader.began.wait(60)
+    assert reader.began.wait(120)
     os.kill(served.engine_process("EngineCore"), signal.SIGKILL)
-    reader.join(60)
+    reader.join(120)
     assert served.wait_exit(60) == ExitCode.ENGINE_DIED
     assert reader.error is None
     assert reader.events()[-1] == "[DONE]"

@@ -45,7 +45,7 @@ def client(served: Guarded) -> Iterator[openai.OpenAI]:
 
 def idle(served: Guarded) -> bool:
     """Whether the engine comes to rest."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while served.gauge("vllm:num_requests_running") != 0.0:
         if time.monotonic() > end:
             return False

@@ -21,14 +21,14 @@ from kvguard.reference.inside import run_passes
 from kvguard.reference.models import EXACT, Decode
 from kvguard.reference.their_record import read_their_record
 
-BUSY = ("rate=1", "engine-share=1", "max-stall-ms=10000", "probes-per-minute=600", "greedy=true")
+BUSY = ("rate=1", "engine-share=1", "max-stall-ms=60000", "max-age-s=3600", "probes-per-minute=600", "greedy=true")
 OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
 NATS = "abs_delta"
 
 
 def _checked(served: Guarded) -> dict[str, Any]:
     """The report once the self-check is over."""
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while (report := served.management("/shadow").json())["state"] == "checking":
         assert time.monotonic() < deadline, report
         time.sleep(0.5)
@@ -67,7 +67,7 @@ def test_kernel_fidelity_names_truncation_on_this_engine(fp8: Guarded) -> None:
 
 def _settled(served: Guarded) -> None:
     """Wait until no probe of earlier requests is under way: a fuller batch rounds differently."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while True:
         rows = served.management("/shadow").json()["coverage"]
         over = all(row["offered"] == row["done"] + sum(row["dropped"].values()) for row in rows)
@@ -171,7 +171,7 @@ def test_live_traffic_is_probed_and_its_words_are_nowhere(fp8: Guarded, tmp_path
         assert fp8.chat(f"Write one sentence about {canary} number {number}.", max_tokens=24).status_code == 200
     opted_out = {"x-kvguard-shadow": "off"}
     assert fp8.chat("Nothing to see.", headers=opted_out).status_code == 200
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (report := fp8.management("/shadow").json())["probes"] < before + 3:
         assert time.monotonic() < deadline, report
         time.sleep(0.3)

@@ -14,7 +14,7 @@ import pytest
 from guarded import Guarded
 from kvguard.engine.run_directory import process_group_members
 
-BUSY = ("rate=1", "engine-share=1", "probes-per-minute=600", "greedy=true", "max-tokens=32")
+BUSY = ("rate=1", "engine-share=1", "probes-per-minute=600", "greedy=true", "max-tokens=32", "max-age-s=3600")
 OPTIONS = ("--shadow-launch", *(word for setting in BUSY for word in ("--shadow-set", setting)))
 QUESTIONS = [f"Write a sentence about the number {number}." for number in range(8)]
 
@@ -26,7 +26,7 @@ def served(guarded: Callable[..., Guarded]) -> Guarded:
 
 def _until(served: Guarded, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The shadow report once it is as wanted."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 300
     while True:
         report: dict[str, Any] = {"state": None, **served.management("/shadow").json()}
         if reached(report):

@@ -109,14 +109,14 @@ def test_behind_kvguard_the_same_command_runs_sixteen_bit(served: Guarded) -> No
 def test_sigterm_while_four_requests_stream(served: Guarded) -> None:
     """All four finish within the grace period, new ones are still taken while settling; exit 0, nothing left."""
     readers = [Reader(served, max_tokens=150) for _ in range(4)]
-    assert all(reader.began.wait(60) for reader in readers)
+    assert all(reader.began.wait(120) for reader in readers)
     served.process.send_signal(signal.SIGTERM)
     served.wait_state("draining")
     assert served.management("/readyz").status_code == 503
     assert served.management("/livez").status_code == 200
     assert served.chat(max_tokens=2).status_code == 200
     for reader in readers:
-        reader.join(60)
+        reader.join(120)
     assert served.wait_exit(60) == ExitCode.CLEAN
     for reader in readers:
         assert reader.error is None

@@ -83,7 +83,7 @@ class Life:
             )
             self.running = asyncio.create_task(self.guard.run())
             await scenario()
-            return await asyncio.wait_for(self.running, 60)
+            return await asyncio.wait_for(self.running, 120)
 
         with capture_logs() as self.logs:
             return asyncio.run(both())

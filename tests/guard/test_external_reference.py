@@ -85,7 +85,7 @@ def test_absent_then_there_then_killed_then_back(fleet: Fleet) -> None:
     assert report["lost"] == 0
     for pid in (reference.process.pid, *reference.engine_processes()):
         os.kill(pid, signal.SIGKILL)
-    reference.process.wait(10)
+    reference.process.wait(120)
     for _ in range(3):
         assert primary.chat().status_code == 200
     away = until(primary, lambda report: report["state"] == "waiting")

@@ -160,5 +160,5 @@ def test_it_is_ended_when_kvguard_is_killed(start: Callable[..., Faulty]) -> Non
     probing(run)
     group, _ = run.note("reference-started")
     run.process.kill()
-    run.process.wait(10)
+    run.process.wait(120)
     until(lambda: process_group_members(group), lambda left: left == [])

@@ -81,7 +81,7 @@ class Life:
             while self.board.status.state is not State.SERVING and not running.done():
                 await asyncio.sleep(0.02)
             await once_serving()
-            return await asyncio.wait_for(running, 20)
+            return await asyncio.wait_for(running, 120)
 
         return asyncio.run(both())
 

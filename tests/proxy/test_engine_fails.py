@@ -255,7 +255,7 @@ def test_silence_before_the_first_byte_is_a_504(serve):
         answer = client.ask("POST", "/v1/completions", body=b"{}")
     assert answer.status == 504
     assert error_of(answer)["type"] == "upstream_timeout"
-    assert engine.next_call().closed.wait(1.0)
+    assert engine.next_call().closed.wait(60)
 
 
 def test_silence_inside_a_stream_ends_it_with_an_error_event(serve):
@@ -269,7 +269,7 @@ def test_silence_inside_a_stream_ends_it_with_an_error_event(serve):
         answer = client.ask("POST", "/v1/completions", body=b"{}")
     assert json.loads(answer.chunks[-1].removeprefix(b"data: "))["error"]["code"] == 504
     assert answer.complete
-    assert engine.next_call().closed.wait(1.0)
+    assert engine.next_call().closed.wait(60)
     assert proxy.observer.next_end() == ("/v1/completions", "POST", 200, "upstream_error")
 
 

@@ -131,7 +131,7 @@ def test_serves_on_a_socket_until_told_to_stop(guard):
             answer = await client.get("/livez")
             assert signal.getsignal(signal.SIGTERM) is before
             stop.set()
-            await asyncio.wait_for(serving, 5)
+            await asyncio.wait_for(serving, 60)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, port), timeout=1)
         return answer.status_code
@@ -145,7 +145,7 @@ def test_cancelling_stops_it_too(guard):
         serving = asyncio.create_task(serve_management(guard.app, listener, asyncio.Event()))
         await asyncio.sleep(0)
         serving.cancel()
-        await asyncio.wait({serving}, timeout=5)
+        await asyncio.wait({serving}, timeout=60)
         return serving.cancelled() and listener.fileno() == -1
 
     assert asyncio.run(live())

@@ -193,7 +193,7 @@ def test_only_one_start_calibrates_at_a_time(cache: Path) -> None:
         with only_one(cache):
             order.append("first in")
             inside.set()
-            leave.wait(10)
+            leave.wait(120)
             order.append("first out")
 
     def second() -> None:
@@ -202,9 +202,9 @@ def test_only_one_start_calibrates_at_a_time(cache: Path) -> None:
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
-    assert inside.wait(10)
+    assert inside.wait(120)
     threads[1].start()
     leave.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert order == ["first in", "first out", "second in"]

@@ -90,12 +90,31 @@ def test_a_forecast_that_refuses_forgets_down_to_the_best_seen() -> None:
     times.measure(1000, 0.1)
     times.measure(1000, 5.0)
     assert times.predict(1e6, 1000) == pytest.approx(5.0, rel=0.2)  # age alone forgets nothing
-    times.refuse(1000.0)
-    times.refuse(1200.0)
+    times.refuse(1000.0, 1000)
+    times.refuse(1200.0, 1000)
     assert times.predict(1300.0, 1000) == pytest.approx(0.5 * times.predict(1000.0, 1000))
     assert times.predict(1e6, 1000) == pytest.approx(0.1)
     times.measure(1000, 0.12)
     assert times.predict(1e6, 1000) > 1.0
+
+
+def test_a_refused_length_learns_whatever_shorter_passes_do() -> None:
+    times = PassTimes(0.001, 60)
+    times.measure(128, 0.01)
+    before = times.predict(0.0, 4096)
+    times.refuse(0.0, 4096)
+    times.measure(128, 0.01)
+    assert times.predict(60.0, 4096) == pytest.approx(before / 2, rel=0.1)
+    assert times.predict(1e6, 4096) == pytest.approx(4096 * 0.01 / 128)
+
+
+def test_a_slow_long_pass_says_nothing_of_short_ones() -> None:
+    times = PassTimes(0.001, 60)
+    times.measure(128, 0.01)
+    times.measure(4096, 20.0)
+    assert times.predict(0.0, 128) < 0.02
+    assert times.predict(0.0, 4096) >= 20.0
+    assert times.predict(0.0, 5000) > times.predict(0.0, 4096)
 
 
 def test_the_breaker_opens_for_longer_after_each_failed_trial() -> None:

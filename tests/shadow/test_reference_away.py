@@ -31,7 +31,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def live(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 120))
 
 
 @dataclass

@@ -33,7 +33,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def live(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+    asyncio.run(asyncio.wait_for(scenario, 120))
 
 
 async def probed(probing: Probing, requests: int = 1) -> None:
@@ -561,7 +561,7 @@ def test_the_data_plane_hands_over_and_parses_nothing() -> None:
             for _ in range(70):
                 probing.shadow.tap("/v1/completions", [], b"{")
             assert probing.report.skipped == {}, "nothing is read on the caller's thread"
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while sum(probing.report.skipped.values()) < 71:
                     await asyncio.sleep(0.01)
             assert probing.report.skipped == {"busy": 71 - 64, "not_generation": 1, "not_json": 63}
