@@ -122,7 +122,13 @@ def serve(
         reverify=reverify,
         record_directory=record_dir or default_directory(os.environ),
         termination_log=termination_log(),
-        shadow=_reference(shadow, shadow_record, launch=shadow_launch, flags=(*(shadow_launch_flag or ()), *launch_env)),
+        shadow=_reference(
+            shadow,
+            shadow_record,
+            launch=shadow_launch,
+            flags=(*(shadow_launch_flag or ()), *launch_env),
+            settings=shadow_set or (),
+        ),
         shadow_record=shadow_record,
         shadow_key=os.environ.get(SHADOW_KEY, ""),
         shadow_settings=parse_settings(shadow_set or ()),
@@ -211,13 +217,15 @@ def refuses(checks: tuple[Check, ...], policy: Policy | None) -> bool:
     return violates(checks) and (policy is None or policy.on_violation is not OnViolation.WARN)
 
 
-def _reference(named: str, record: str, *, launch: bool, flags: Sequence[str]) -> str:
+def _reference(named: str, record: str, *, launch: bool, flags: Sequence[str], settings: Sequence[str]) -> str:
     if launch and named != SHADOW_OFF:
         raise UsageError(f"--shadow {named} and --shadow-launch: there is one reference; leave one of them out")
     if flags and not launch:
         raise UsageError("--shadow-launch-flag and --shadow-launch-env need --shadow-launch")
     if record and (launch or named in (SHADOW_OFF, SHADOW_IN_ENGINE)):
         raise UsageError("--shadow-record is for the engine that --shadow URL or SOCKET names")
+    if settings and named == SHADOW_OFF and not launch:
+        raise UsageError("--shadow-set sets probes, which are off: add --shadow in-engine, --shadow URL or --shadow-launch")
     if launch:
         return SHADOW_LAUNCH
     if named in (SHADOW_OFF, SHADOW_IN_ENGINE) or named.startswith(("http://", "https://", "/", "unix:")):

@@ -19,6 +19,7 @@ import kvguard
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
 from kvguard.proxy.status_page import content_security_policy, status_page
+from kvguard.shadow.references import IN_ENGINE, NO_CHOICES
 from kvguard.shadow.what_if import MOST, WhatIf
 from kvguard.vocabulary import Check, Effective, Frozen
 
@@ -200,8 +201,10 @@ def management_app(
         summary="Probe these prompts now; estimates only come back",
     )
     async def shadow_probe(question: Probe) -> Response:
-        found = await probe(question) if probe is not None else None
         report = shadow() or {}
+        if question.formats and report.get("reference", IN_ENGINE) != IN_ENGINE:
+            return _document(None, NO_CHOICES)
+        found = await probe(question) if probe is not None else None
         why = f"shadow probes are {report['state']}: {report['reason']}" if report.get("reason") else _SHADOW_OFF
         return _document(found, why)
 

@@ -12,6 +12,12 @@ from kvguard.reference.inside import ask_exactness, run_passes
 from kvguard.reference.models import EXACT, Choice, Decode, Pass, Standing
 from kvguard.reference.ranges import Ranges
 
+IN_ENGINE = "in-engine"
+"""The name of the reference that is the guarded engine's own pass."""
+
+NO_CHOICES = "an external reference has no fake-quantized passes: use `--shadow in-engine`"
+"""Why what-if cannot be asked of any other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -46,7 +52,7 @@ class Reference(Protocol):
 class InEngine:
     """The reference pass inside the guarded engine: no second GPU, any fake-quantized format."""
 
-    name = "in-engine"
+    name = IN_ENGINE
     choices_possible = True
     comes_and_goes = False
     standing = Standing(equality="the same engine")

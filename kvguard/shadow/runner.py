@@ -29,7 +29,7 @@ from kvguard.shadow.control import positive_control
 from kvguard.shadow.fidelity import candidates
 from kvguard.shadow.models import COST, UNEXPLAINED, Observation, RequestScore, Stratum, stratum
 from kvguard.shadow.prompts import SELF_CHECK
-from kvguard.shadow.references import Reference
+from kvguard.shadow.references import NO_CHOICES, Reference
 from kvguard.shadow.replay import Problem, probe_body, read_decode
 from kvguard.shadow.report import ShadowReport, state_of
 from kvguard.shadow.sampler import Item, Sampler
@@ -141,7 +141,7 @@ class Shadow:
         Returns why that cannot be, "" when it is so.
         """
         if choices and not self._reference.choices_possible:
-            return "an external reference has no fake-quantized passes: use `--shadow in-engine`"
+            return NO_CHOICES
         if not self._open:
             return f"shadow probes are {self._report.state}: {self._report.reason or 'not probing yet'}"
         self._watched = tuple(choices)
@@ -167,7 +167,7 @@ class Shadow:
     def tap(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """`offer` from the data plane's thread: the body is parsed on the control loop, so that no stream waits for it."""
         loop = self._loop
-        if not self._open or loop is None:
+        if not self._open or loop is None or not body:  # nothing is generated without one: /metrics, /v1/models
             return
         if len(self._handed) >= _HANDED_OVER:
             self._turned_away += 1

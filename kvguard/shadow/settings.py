@@ -61,7 +61,7 @@ class Settings(Frozen):
     the engine's batch for a second or so.
     """
 
-    engine_share: float = Field(0.02, gt=0, le=1, allow_inf_nan=False)
+    engine_share: float = Field(0.01, gt=0, le=1, allow_inf_nan=False)
     """Share of the engine's time that probes may take: reference passes, and each replay's part of its batches.
 
     Default 0.02, the most that quality should cost. A pass lengthens one gap of every stream that runs, so that the 99th

@@ -122,7 +122,13 @@ def test_what_is_no_reference_is_said_before_the_start(
 )
 def test_options_that_contradict_each_other(named: str, record: str, launch: bool, flags: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        _reference(named, record, launch=launch, flags=flags)
+        _reference(named, record, launch=launch, flags=flags, settings=[])
+
+
+def test_settings_of_probes_that_are_off() -> None:
+    with pytest.raises(UsageError, match="--shadow-set sets probes, which are off"):
+        _reference("off", "", launch=False, flags=[], settings=["rate=1"])
+    assert _reference("off", "", launch=True, flags=[], settings=["rate=1"]) == "launch"
 
 
 def test_variables_for_the_reference_alone() -> None:
@@ -133,7 +139,7 @@ def test_variables_for_the_reference_alone() -> None:
 
 
 def test_options_that_go_together() -> None:
-    assert _reference("off", "", launch=True, flags=["--seed=1"]) == "launch"
-    assert _reference("http://other", "r.json", launch=False, flags=[]) == "http://other"
+    assert _reference("off", "", launch=True, flags=["--seed=1"], settings=[]) == "launch"
+    assert _reference("http://other", "r.json", launch=False, flags=[], settings=["rate=1"]) == "http://other"
     with pytest.raises(UsageError):
-        _reference("launch", "", launch=False, flags=[])
+        _reference("launch", "", launch=False, flags=[], settings=[])

@@ -69,6 +69,16 @@ def test_a_probe_is_asked_with_defaults(port: Port) -> None:
     assert (question.max_tokens, question.greedy, question.formats[0].rounding) == (64, False, "nearest")
 
 
+def test_only_the_pass_inside_the_engine_can_try_formats(port: Port) -> None:
+    port.found, port.report = {"requests": 1}, {"reference": "external", "reason": ""}
+    answer = port.ask("POST", "/shadow/probe", {"prompts": ["a"], "formats": [{"format": "fp8_e5m2"}]})
+    assert (answer.status_code, answer.json()["detail"].endswith("use `--shadow in-engine`")) == (404, True)
+    assert port.asked == []
+    assert port.ask("POST", "/shadow/probe", {"prompts": ["a"]}).status_code == 200
+    port.report = {"reference": "in-engine"}
+    assert port.ask("POST", "/shadow/probe", {"prompts": ["a"], "formats": [{"format": "fp8_e5m2"}]}).status_code == 200
+
+
 def test_live_probes_try_the_formats_asked_for(port: Port) -> None:
     port.report = {"whatif": {}}
     given = {"k": [0.5, [0.25, 1]], "v": [1, 2]}

@@ -557,7 +557,8 @@ def test_no_prompt_in_report_document_metrics_or_log() -> None:
 def test_the_data_plane_hands_over_and_parses_nothing() -> None:
     async def scenario() -> None:
         async with Probing() as probing:
-            await asyncio.to_thread(probing.shadow.tap, "/v1/models", [], b"")
+            await asyncio.to_thread(probing.shadow.tap, "/v1/embeddings", [], b"{}")
+            probing.shadow.tap("/metrics", [], b"")
             for _ in range(70):
                 probing.shadow.tap("/v1/completions", [], b"{")
             assert probing.report.skipped == {}, "nothing is read on the caller's thread"
