@@ -84,6 +84,8 @@ class EngineFigures(Frozen):
     waiting: float | None = None
     limit: int | None = None
     preemptions_total: float | None = None
+    generated_total: float | None = None
+    """Tokens generated since the engine started."""
 
 
 def parse_metrics(text: str | bytes) -> MetricsPage:
@@ -121,6 +123,7 @@ def claims(page: MetricsPage) -> tuple[Claim, ...]:
     for labels in _descriptions(page):
         found += [_dtype_claim(labels)] if "cache_dtype" in labels else []
         found += _tokens_claim(labels, page.engines or 1)
+        found += _block_claims(labels, page.engines or 1)
         if (size := _integer(labels.get("block_size"))) is not None:
             found.append(_claim("block_size", size, "block_size", label_note("block_size")))
         memory = _integer(labels.get("kv_cache_memory_bytes"))
@@ -161,6 +164,7 @@ def gauges(page: MetricsPage, effective: Effective, limit: int | None) -> Engine
         waiting=_sum(page.first_named("waiting")[1]),
         limit=None if limit is None else limit * (engines or 1),
         preemptions_total=_sum(page.first_named("preemptions_total")[1]),
+        generated_total=marks(page).generated_total,
     )
 
 
@@ -185,6 +189,25 @@ def _tokens_claim(labels: Mapping[str, str], engines: int) -> list[Claim]:
         return []
     note = f"tokens of one engine: {blocks} blocks × {block_size} ÷ {engines} engine(s)"
     return [_claim("kv_tokens", blocks * block_size // engines, "num_gpu_blocks", note)]
+
+
+def _block_claims(labels: Mapping[str, str], engines: int) -> list[Claim]:
+    """Blocks of one engine, blocks and tokens of its longest sequence (0.24.0+, which say how many such sequences fit)."""
+    blocks, tokens = _integer(labels.get("num_gpu_blocks")), _integer(labels.get("kv_cache_size_tokens"))
+    try:
+        sequences = float(labels.get("kv_cache_max_concurrency", "nan"))
+    except ValueError:
+        return []
+    if blocks is None or tokens is None or not (math.isfinite(sequences) and sequences > 0):
+        return []
+    # Tokens are rounded down, so the quotient lies just below the length.
+    length = math.ceil(tokens / sequences - 1e-6)
+    each, note = round(blocks // engines / sequences), "num_gpu_blocks ÷ engines ÷ kv_cache_max_concurrency"
+    return [
+        _claim("kv_blocks", blocks // engines, "num_gpu_blocks", f"blocks of one engine, ÷ {engines} engine(s)"),
+        _claim("blocks_per_sequence", each, "kv_cache_max_concurrency", note),
+        _claim("max_model_len", length, "kv_cache_max_concurrency", "kv_cache_size_tokens ÷ kv_cache_max_concurrency"),
+    ]
 
 
 def _claim(field: str, value: Json, label: str, note: str = "") -> Claim:

@@ -127,6 +127,36 @@ class PassTimes:
         return (length.mean + self._DEVIATIONS * length.deviation) * max(1.0, units / length.longest)
 
 
+class Gaps:
+    """How many gaps between clients' tokens probes may lengthen: `share` of those that the engine makes.
+
+    A pass, like the prefill of a replay, lengthens one gap of every request that runs, and none where nothing runs. One more
+    than was earned may be, and is earned back before the next. What a quiet time earned is kept up to `_MOST` gaps, so that
+    it cannot be spent in one crowded minute.
+    """
+
+    _MOST = 32.0
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._earned = 0.0
+        self._total: float | None = None
+
+    def made(self, total: float | None) -> None:
+        """The engine has generated `total` tokens since it started, None where it does not say. A fall is another start."""
+        if total is not None and self._total is not None and total > self._total:
+            self._earned = min(self._MOST, self._earned + self._share * (total - self._total))
+        self._total = total if total is not None else self._total
+
+    def affords(self, running: float) -> bool:
+        """Whether one gap of so many running requests may be lengthened now."""
+        return running <= 0 or self._earned > 0
+
+    def spend(self, running: float) -> None:
+        """One gap of each was."""
+        self._earned -= max(running, 0.0)
+
+
 class Breaker:
     """Stops probes after one failed pass, for a time that doubles with each failure of the trial after it."""
 

@@ -256,11 +256,16 @@ class Shadow:
         if not self._sampler.queued:
             await asyncio.sleep(_IDLE)
             return None
-        load = await self._figures()
+        load = await self._load()
         item = self._sampler.next(self._clock(), load.waiting, load.kv_pinned_ratio, load.running)
         if item is None:
             await asyncio.sleep(_IDLE)
         return item
+
+    async def _load(self) -> EngineFigures:
+        load = await self._figures()
+        self._sampler.generated(load.generated_total)
+        return load
 
     # ---- the self-check
 
@@ -326,7 +331,7 @@ class Shadow:
     async def _quiet(self) -> None:
         """Wait until no client's request waits or runs. A replica that is never idle gets the check within the budget."""
         while True:
-            load, now = await self._figures(), self._clock()
+            load, now = await self._load(), self._clock()
             if load.waiting == 0 and load.running == 0:
                 return
             if now > max(self._patient_until, self._paced_until):
@@ -420,7 +425,7 @@ class Shadow:
         async def cleared() -> Drop | None:  # the load may have changed while the engine generated
             nonlocal running
             while True:
-                load = await self._figures()
+                load = await self._load()
                 running = max(load.running or 1.0, running)
                 cause = self._sampler.clearance(self._clock(), tokens, load.waiting, load.kv_pinned_ratio, load.running)
                 if cause is None or cause in _LASTING or self._sampler.expired(item, self._clock()):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Generic, TypeVar
 
-from kvguard.shadow.budget import Breaker, Budget, PassTimes, Spent
+from kvguard.shadow.budget import Breaker, Budget, Gaps, PassTimes, Spent
 from kvguard.shadow.models import PROMPT_STRATA, TURN_STRATA, Stratum
 from kvguard.shadow.settings import Settings
 from kvguard.shadow.tally import Drop, Row, Tally
@@ -99,6 +99,7 @@ class Sampler(Generic[T]):
         self._running: tuple[Item[T], Spent] | None = None
         self._budget = Budget(settings.probes_per_minute, settings.engine_share)
         self._times = PassTimes(settings.prior_ms_per_token / 1000, _FORGET_S)
+        self._gaps = Gaps(settings.gap_share)
         self._overhead_s = 0.0
         self._breaker = Breaker(settings.retry_after_s)
         self._adapters: set[str] = {""}
@@ -142,6 +143,11 @@ class Sampler(Generic[T]):
 
     # --- whoever runs probes ---
 
+    def generated(self, total: float | None) -> None:
+        """The engine has generated so many tokens since it started; asked for gaps before every `next` and `clearance`."""
+        with self._lock:
+            self._gaps.made(total)
+
     def next(self, now: float, waiting: float | None, kv_pinned: float | None, running: float | None) -> Item[T] | None:
         """The request to probe now, or None. The three figures are the engine's, None where it does not say.
 
@@ -162,6 +168,7 @@ class Sampler(Generic[T]):
                 else:
                     self._leave_queue("running")
                     self._running = (item, self._budget.spend(now, cost))
+                    self._gaps.spend(running or 0.0)
                     return item
             for item in self._queue:
                 item.held_by = hold or item.held_by
@@ -172,12 +179,15 @@ class Sampler(Generic[T]):
     ) -> Drop | None:
         """Asked right before each pass, with its exact number of tokens: None to go ahead, else what forbids it now.
 
-        WAITING, KV_PINNED, BATCH_FULL and LOAD_UNKNOWN may pass, until `expired`; the others will not.
+        WAITING, KV_PINNED, BATCH_FULL, GAPS and LOAD_UNKNOWN may pass, until `expired`; the others will not.
         """
         with self._lock:
             if self._closed:
                 return Drop.SHUTDOWN
-            return self._never(now, tokens) or self._hold(now, waiting, kv_pinned, running)
+            forbids = self._never(now, tokens) or self._hold(now, waiting, kv_pinned, running)
+            if forbids is None and self._batch_tokens is not None:
+                self._gaps.spend(running or 0.0)
+            return forbids
 
     def expired(self, item: Item[T], now: float) -> bool:
         """Whether the item has waited for as long as the settings allow."""
@@ -273,7 +283,9 @@ class Sampler(Generic[T]):
         if kv_pinned > self._settings.kv_pinned_max:
             return Drop.KV_PINNED
         full = self._batch_sequences is not None and running >= self._batch_sequences
-        return Drop.BATCH_FULL if full else None
+        if full:
+            return Drop.BATCH_FULL
+        return None if self._gaps.affords(running) else Drop.GAPS
 
     def _never(self, now: float, tokens: int) -> Drop | None:
         """What forbids a pass over this many tokens at any load."""

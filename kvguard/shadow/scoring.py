@@ -36,6 +36,12 @@ def collapse(decode: Decode) -> str:
     return broken or ("repeated token" if _repeats(decode.ids) else "")
 
 
+def token_deltas(decode: Decode, reference: Pass, tokens: int) -> tuple[float, ...]:
+    """|Δ logprob| of the first `tokens` tokens, floored as in `score`."""
+    pairs = zip(decode.logprobs[:tokens], reference.logprobs[:tokens], strict=True)
+    return tuple(abs(max(a, LOG_FLOOR) - max(b, LOG_FLOOR)) for a, b in pairs)
+
+
 def score(decode: Decode, reference: Pass) -> RequestScore:
     """Compare them over the tokens before the first one whose decode logprob is no probability.
 

@@ -61,11 +61,18 @@ class Settings(Frozen):
     the engine's batch for a second or so.
     """
 
-    engine_share: float = Field(0.01, gt=0, le=1, allow_inf_nan=False)
+    engine_share: float = Field(0.005, gt=0, le=1, allow_inf_nan=False)
     """Share of the engine's time that probes may take: reference passes, and each replay's part of its batches.
 
-    Default 0.02, the most that quality should cost. A pass lengthens one gap of every stream that runs, so that the 99th
-    percentile of gaps can feel it; 0.01 or less where that matters.
+    Default 0.005: a request that arrives during a pass waits for its end, so that this is also the share of first tokens
+    that can be late, and must stay well below the hundredth that a 99th percentile is about.
+    """
+
+    gap_share: float = Field(0.001, gt=0, le=1, allow_inf_nan=False)
+    """Share of the gaps between clients' tokens that probes may lengthen, by passes and by the prefill of a replay.
+
+    Default 0.001: the 99th percentile of gaps becomes at most what the 99.1th was. Moments in which nothing runs cost no
+    gap, and are waited for; where there are none, this sets the pace of probes.
     """
 
     max_stall_ms: float = Field(200, gt=0, le=60_000, allow_inf_nan=False)

@@ -24,6 +24,8 @@ class Drop(StrEnum):
     """Running requests held too much of the KV cache for as long."""
     BATCH_FULL = "batch_full"
     """The engine ran as many sequences as it can, so that a replay would have made a client wait."""
+    GAPS = "gaps"
+    """Requests ran for as long, and probes had lengthened as many gaps between their tokens as the settings allow."""
     LOAD_UNKNOWN = "load_unknown"
     """The engine's load could not be read for as long."""
     STALL = "stall"

@@ -1,9 +1,14 @@
 """What shadow probes with the default budget cost clients, as ratios on one engine in one run.
 
-`make bench`. One engine with `--shadow in-engine` and its default settings, under one steady load. Blocks of requests that
-probes may take alternate with blocks of requests that forbid them by header, in the order on, off, off, on; whatever else
-the machine does meets both alike. Between blocks the queue runs empty, so that no probe falls into a block without. The
-intervals resample whole blocks. A benchmark, not a test: look at the interval, and at `off` split against itself.
+`make bench`. One engine with `--shadow in-engine` and its default settings, but every request drawn, so that the budget alone
+limits probes. Blocks of requests that probes may take alternate with blocks of requests that forbid them by header, in the
+order on, off, off, on; whatever else the machine does meets both alike. Between blocks the queue runs empty, so that no
+probe falls into a block without. The intervals resample whole blocks. A benchmark, not a test: look at the interval, and at
+`off` split against itself.
+
+Two loads, on either side of a cliff: a prefill of one client lengthens a gap of every other, by as much as a pass does. With
+short answers prefills touch many gaps in a hundred, with long ones few in a thousand. Where they touch just one in a
+hundred, the 99th percentile jumps for any reason, and no ratio of it means anything.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +37,36 @@ from kvguard.demo.variants import ensure_variants
 from kvguard.engine.find import cache_directory
 
 STREAMS = 3
-TOKENS = 48
 SUBJECTS = ("a river", "a clock", "the Moon", "bread", "chess", "a bridge", "rain", "a violin")
 MAX_AGE_S = 5  # of a request that waits for its probe; 60 by default, which would reach into the next block
 ORDER = (True, False, False, True)
 FORBID = {"x-kvguard-shadow": "off"}
+OVERTIME_S = 1.0  # by which a stream may outlast its block
 SHARES = {"p50": 0.5, "p99": 0.99}
+TAIL = {"p98": 0.98, "p99": 0.99, "p99.5": 0.995}
 
 Block = dict[str, list[float]]
 
 
-async def _stream(client: httpx.AsyncClient, model: str, number: int, probed: bool, block: Block) -> None:
-    """One chat, read as it comes: seconds to the first chunk, and between chunks."""
+@dataclass(frozen=True)
+class Load:
+    """What each stream does over and over: an answer of so many tokens, and seconds of thought."""
+
+    tokens: int
+    pause: float
+
+
+LOADS = {"short answers": Load(16, 0.3), "long answers": Load(512, 0.7)}
+
+
+async def _stream(
+    client: httpx.AsyncClient, model: str, number: int, tokens: int, until: float, probed: bool, block: Block
+) -> None:
+    """One chat, read as it comes until the block is over: seconds to the first chunk, and between chunks."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": f"Write about {SUBJECTS[number % len(SUBJECTS)]}, part {number}."}],
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "stream": True,
         "ignore_eos": True,
     }
@@ -58,17 +78,19 @@ async def _stream(client: httpx.AsyncClient, model: str, number: int, probed: bo
             now = time.perf_counter()
             block["ttft" if last == begun else "itl"].append(now - last)
             last = now
+            if now > until + OVERTIME_S:
+                return
 
 
-async def _block(served: Guarded, seconds: float, probed: bool) -> Block:
+async def _block(served: Guarded, load: Load, seconds: float, probed: bool) -> Block:
     block: Block = {"ttft": [], "itl": []}
     until = time.perf_counter() + seconds
     count = iter(range(10**6))
 
     async def keep_asking(client: httpx.AsyncClient) -> None:
         while time.perf_counter() < until:
-            await _stream(client, served.model, next(count), probed, block)
-            await asyncio.sleep(0.7)  # a pause, so that the engine is idle now and then, as most replicas are
+            await _stream(client, served.model, next(count), load.tokens, until, probed, block)
+            await asyncio.sleep(load.pause)  # so that the engine is idle now and then, as most replicas are
 
     async with httpx.AsyncClient(base_url=served.base_url, trust_env=False, timeout=120) as client:
         await asyncio.gather(*(keep_asking(client) for _ in range(STREAMS)))
@@ -111,10 +133,24 @@ def _ratios(over: list[Block], under: list[Block]) -> dict[str, dict[str, float]
     return found
 
 
+def _found(on: list[Block], off: list[Block]) -> dict[str, Any]:
+    return {
+        "on / off": _ratios(on, off),
+        "off / off": _ratios(off[::2], off[1::2]),
+        "requests": {"on": sum(len(block["ttft"]) for block in on), "off": sum(len(block["ttft"]) for block in off)},
+        "gaps_ms": {"on": _gaps(on), "off": _gaps(off)},
+    }
+
+
+def _gaps(blocks: list[Block]) -> dict[str, float]:
+    values = [value for block in blocks for value in block["itl"]]
+    return {name: round(1000 * _quantile(values, share), 1) for name, share in {**TAIL, "longest": 1.0}.items()}
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=6, help="rounds of four blocks")
-    options.add_argument("--seconds", type=float, default=15.0, help="length of a block")
+    options.add_argument("--rounds", type=int, default=3, help="rounds of four blocks for each load")
+    options.add_argument("--seconds", type=float, default=20.0, help="length of a block")
     options.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "kvguard-bench-shadow.json")
     given = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engine is stopped as well
@@ -128,41 +164,34 @@ def main() -> None:
         "--kv-cache-dtype",
         "fp8_e4m3",
         vllm=str(vllm),
-        options=("--shadow", "in-engine", "--shadow-set", f"max-age-s={MAX_AGE_S}"),
+        options=("--shadow", "in-engine", "--shadow-set", "rate=1", "--shadow-set", f"max-age-s={MAX_AGE_S}"),
     )
-    blocks: dict[bool, list[Block]] = {True: [], False: []}
+    blocks: dict[str, dict[bool, list[Block]]] = {name: {True: [], False: []} for name in LOADS}
     try:
         served.wait_ready()
         while _report(served)["state"] == "checking":
             time.sleep(0.5)
-        asyncio.run(_block(served, given.seconds, False))  # warm
+        asyncio.run(_block(served, LOADS["short answers"], given.seconds, False))  # warm
         checked = _report(served)["pass_seconds"]
         for number in range(given.rounds):
-            for probed in ORDER:
-                _run_empty()
-                blocks[probed].append(asyncio.run(_block(served, given.seconds, probed)))
+            for name, load in LOADS.items():
+                for probed in ORDER:
+                    _run_empty()
+                    blocks[name][probed].append(asyncio.run(_block(served, load, given.seconds, probed)))
             print(f"round {number + 1} of {given.rounds}: {_report(served)['probes']} probes", flush=True)
         _run_empty()
         report = _report(served)
     finally:
         served.close()
-    on, off = blocks[True], blocks[False]
     dropped: dict[str, int] = {}
     for row in report["coverage"]:
         for cause, count in row["dropped"].items():
             dropped[cause] = dropped.get(cause, 0) + count
-    longest = {
-        name: round(1000 * max(value for block in which for value in block["itl"]))
-        for name, which in (("on", on), ("off", off))
-    }
     result = {
-        "on / off": _ratios(on, off),
-        "off / off": _ratios(off[::2], off[1::2]),
-        "requests": {"on": sum(len(block["ttft"]) for block in on), "off": sum(len(block["ttft"]) for block in off)},
-        "longest_gap_ms": longest,
+        **{name: _found(found[True], found[False]) for name, found in blocks.items()},
         "probes": report["probes"],
         "pass_seconds": round(report["pass_seconds"] - checked, 2),
-        "seconds": given.seconds * len(ORDER) * given.rounds,
+        "seconds": given.seconds * len(ORDER) * given.rounds * len(LOADS),
         "dropped": dropped,
     }
     print(json.dumps(result, indent=2))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvguard.shadow.budget import LEAST_TOKENS, WINDOW_S, Breaker, Budget, PassTimes
+from kvguard.shadow.budget import LEAST_TOKENS, WINDOW_S, Breaker, Budget, Gaps, PassTimes
 
 moments = st.lists(
     st.tuples(st.floats(0, 20), st.floats(0, 0.7)).map(lambda pair: (round(pair[0], 3), round(pair[1], 3))), max_size=80
@@ -115,6 +115,56 @@ def test_a_slow_long_pass_says_nothing_of_short_ones() -> None:
     assert times.predict(0.0, 128) < 0.02
     assert times.predict(0.0, 4096) >= 20.0
     assert times.predict(0.0, 5000) > times.predict(0.0, 4096)
+
+
+@given(
+    share=st.sampled_from([0.001, 0.01, 0.5]),
+    steps=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 64)), max_size=60),
+)
+def test_no_more_gaps_are_lengthened_than_were_earned_and_one_pass(share: float, steps: list[tuple[int, int]]) -> None:
+    gaps, made, lengthened, most = Gaps(share), 0, 0, 0
+    gaps.made(0.0)
+    for tokens, running in steps:
+        made += tokens
+        gaps.made(float(made))
+        if gaps.affords(running):
+            gaps.spend(running)
+            lengthened, most = lengthened + running, max(most, running)
+    assert lengthened <= share * made + most + 1e-6
+
+
+def test_where_nothing_runs_no_gap_is_lengthened() -> None:
+    gaps = Gaps(0.001)
+    assert gaps.affords(0)
+    assert not gaps.affords(1), "nothing is known of what the engine makes"
+    gaps.made(None)
+    gaps.made(500.0)
+    assert not gaps.affords(1), "what was made before is not known"
+    gaps.made(1500.0)
+    assert gaps.affords(8)
+    gaps.spend(8)
+    assert not gaps.affords(1)
+    assert gaps.affords(0)
+
+
+def test_a_quiet_hour_does_not_pay_for_a_crowded_minute() -> None:
+    gaps = Gaps(0.001)
+    gaps.made(0.0)
+    gaps.made(1e9)
+    spent = 0
+    while gaps.affords(1):
+        gaps.spend(1)
+        spent += 1
+    assert spent == 32
+
+
+def test_another_start_of_the_engine_counts_from_anew() -> None:
+    gaps = Gaps(0.001)
+    gaps.made(1e6)
+    gaps.made(10.0)
+    assert not gaps.affords(1)
+    gaps.made(1010.0)
+    assert gaps.affords(1)
 
 
 def test_the_breaker_opens_for_longer_after_each_failed_trial() -> None:

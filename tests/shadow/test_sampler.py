@@ -36,7 +36,10 @@ def seeded(seed: int) -> Random:
 
 def sampler(clock: Clock | None = None, seed: int = 1, batch_tokens: int | None = 2048, **fields: Any) -> Sampler[str]:
     settings = Settings(**({"rate": 1.0} | fields))
-    return Sampler(settings, clock or Clock(), seeded(seed), batch_tokens=batch_tokens, batch_sequences=8)
+    made: Sampler[str] = Sampler(settings, clock or Clock(), seeded(seed), batch_tokens=batch_tokens, batch_sequences=8)
+    for total in (0.0, 1e6):  # so that gaps between tokens forbid nothing
+        made.generated(total)
+    return made
 
 
 def drops(of: Sampler[str]) -> dict[Drop, int]:
@@ -415,3 +418,34 @@ class Accounts(RuleBasedStateMachine):
 
 
 TestAccounts = Accounts.TestCase
+
+
+def test_passes_and_replays_lengthen_one_gap_in_a_thousand() -> None:
+    sample = sampler(Clock(), max_age_s=3600)
+    sample.generated(0.0)
+    for _ in range(3):
+        sample.offer(SHORT, 10, "")
+    first = start(sample, running=7.0)
+    assert first is not None
+    assert [sample.clearance(0.0, 10, 0.0, 0.1, 7.0) for _ in range(5)] == [None] * 4 + [Drop.GAPS]
+    assert sample.clearance(0.0, 10, 0.0, 0.1, 1.0) is Drop.GAPS
+    assert sample.clearance(0.0, 10, 0.0, 0.1, 0.0) is None, "nothing runs"
+    sample.done(first, tokens=10, pass_seconds=0.001, engine_seconds=0.001)
+    assert start(sample, running=1.0) is None
+    sample.generated(4000.0)
+    assert start(sample, running=1.0) is not None
+
+
+def test_what_always_runs_beside_others_is_dropped_for_their_gaps() -> None:
+    clock = Clock()
+    sample = sampler(clock, max_age_s=30, gap_share=1e-9)
+    sample.generated(0.0)
+    sample.offer(SHORT, 10, "")
+    clock.now = 31.0
+    while sample._gaps.affords(1):
+        sample._gaps.spend(1)
+    sample.offer(SHORT, 10, "")
+    assert start(sample, clock.now, running=1.0) is None
+    clock.now = 62.0
+    assert start(sample, clock.now, running=1.0) is None
+    assert drops(sample)[Drop.GAPS] == 1

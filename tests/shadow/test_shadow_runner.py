@@ -191,11 +191,15 @@ def test_the_self_check_waits_for_an_idle_engine(busy: EngineFigures) -> None:
 def test_a_replica_that_is_never_idle_is_checked_within_the_budget() -> None:
     async def scenario() -> None:
         probing = Probing(FakeReference(seconds=0.1), engine_share=0.02)
-        probing.load = EngineFigures(running=3.0, waiting=0.0, kv_pinned_ratio=0.1)
+        probing.load = EngineFigures(running=3.0, waiting=0.0, kv_pinned_ratio=0.1, generated_total=0.0)
         task = asyncio.create_task(probing.shadow.run())
         await probing.until(lambda: probing.looks > 3)
         assert probing.engine.asked == []
         probing.clock.now += 61
+        looks = probing.looks
+        await probing.until(lambda: probing.looks > looks + 3)
+        assert probing.engine.asked == [], "no token was made, so that no gap may be lengthened"
+        probing.load = probing.load.model_copy(update={"generated_total": 1e6})
         await probing.until(lambda: len(probing.reference.asked) == 1)
         for passes in range(2, 5):
             looks = probing.looks
@@ -203,7 +207,7 @@ def test_a_replica_that_is_never_idle_is_checked_within_the_budget() -> None:
             assert len(probing.reference.asked) == passes - 1, "the share has not paid for the last pass yet"
             probing.clock.now += 5.01
             await probing.until(lambda passes=passes: len(probing.reference.asked) == passes)
-        probing.load = EngineFigures(running=3.0, waiting=1.0, kv_pinned_ratio=0.1)
+        probing.load = probing.load.model_copy(update={"waiting": 1.0})
         probing.clock.now += 5.01
         looks = probing.looks
         await probing.until(lambda: probing.looks > looks + 3)
