@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvguard.compare.models import Answered, Forced, Generated, Item, Plan, Scored, Throughput
+from kvguard.compare.models import Answered, Forced, Generated, Item, Plan, Scored, Streamed, Throughput
 from kvguard.compare.reading import broken, right
 from kvguard.compare.results import Rows
+from kvguard.compare.streams import arrived_as_one
 from kvguard.engine.client import Answer, EngineClient
 from kvguard.reference.external import run_teacher_forced
 from kvguard.reference.models import EXACT, Decode
 from kvguard.shadow.candidate import Candidate, Kind
 from kvguard.shadow.replay import Problem, probe_body, read_decode
-from kvguard.shadow.scoring import score
+from kvguard.shadow.scoring import score, token_deltas
 from kvguard.vocabulary import EngineFailed, UsageError
 
 DEADLINE = 3600.0
+_STREAMED_TOKENS = 64
 Told = Callable[[str, int, int], None]
 """Called with what is being done, how many are done, and of how many."""
 
@@ -79,6 +81,15 @@ class Asker:
         for run in range(done, self.plan.throughput_runs):
             self.told("throughput", run, self.plan.throughput_runs)
             self.rows.add(await self._load(run))
+
+    async def stream(self) -> None:
+        """The planned prompts, each streamed alone `throughput_runs` times."""
+        done = sum(isinstance(row, Streamed) for row in self.rows.rows)
+        todo = [(f"stream-{place}", text) for place, text in enumerate(self.plan.streams)] * self.plan.throughput_runs
+        for number, (name, text) in enumerate(todo):
+            self.told("prefill and decode", number, len(todo))
+            if number >= done:
+                self.rows.add(await self._stream(name, text))
 
     # ---- one request each
 
@@ -168,6 +179,31 @@ class Asker:
             flips=found.flips,
             kl_low=found.kl_low,
             collapse=found.collapse,
+            deltas=token_deltas(decode, result.passes[0], found.tokens),
+        )
+
+    async def _stream(self, name: str, text: str) -> Streamed:
+        body = {
+            "model": self.model,
+            "prompt": text,
+            "max_tokens": _STREAMED_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+            "cache_salt": secrets.token_hex(16),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        found = await self.client.arrivals("/v1/completions", body, deadline=DEADLINE)
+        usage = found.usage
+        if found.problem or not found.times or usage is None:
+            raise EngineFailed(f"stream {name}: {found.problem or 'no events, or no usage'}")
+        return Streamed(
+            text=name,
+            prompt_tokens=usage["prompt_tokens"],
+            tokens=usage["completion_tokens"],
+            first=found.times[0],
+            last=found.times[-1],
+            buffered=arrived_as_one(found.times),
         )
 
     async def _load(self, run: int) -> Throughput:

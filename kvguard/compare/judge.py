@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvguard import __version__
+from kvguard.compare.beside import cut, findings_of, speed_of
 from kvguard.compare.equal import cache_differences, check_arms, identical_share
 from kvguard.compare.models import AGAIN, CONTROLS, WEAK, Answered, ArmFile, Forced, Generated, Scored
 from kvguard.compare.outcome import (
@@ -19,12 +20,22 @@ from kvguard.compare.outcome import (
     Divergence,
     Outcome,
     Rules,
-    Speed,
     TaskResult,
     Verdict,
 )
 from kvguard.compare.retrieval import TASK as RETRIEVAL
-from kvguard.compare.statistics import by_item, compare, holm, items_needed, mean, p_value, standard_error, weak_is_seen
+from kvguard.compare.statistics import (
+    by_item,
+    compare,
+    holm,
+    items_needed,
+    mean,
+    p_value,
+    percentile,
+    standard_error,
+    weak_is_seen,
+    wilson,
+)
 from kvguard.shadow.statistics import Estimate, Measure, SumStats, estimate
 
 LONG = 8192
@@ -62,16 +73,6 @@ def judge(arms: Sequence[ArmFile], rules: Rules, notes: Sequence[str] = ()) -> O
         scores={task: {arm.arm: _score(arm, task) for arm in arms} for task in _tasks(reference)},
         notes=(*notes, *_notes(reference, by_name)),
     )
-
-
-def cut(row: Answered, other: Answered | None, max_tokens: int) -> bool:
-    """Whether the limit, and not the cache, ended this answer.
-
-    One that runs to the limit where the 16-bit arm (`other`) ended within half of it runs on by itself; a collapsed one too.
-    """
-    if row.finish != "length" or row.collapse:
-        return False
-    return other is None or other.finish != "stop" or 2 * other.tokens > max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +193,14 @@ def _arm(
         record_digest=arm.record_digest,
         capacity=capacity,
         divergence=_divergence(arm, reference, arms.get(AGAIN)),
-        speed=Speed(
-            runs=tuple(run.tokens / run.seconds for run in arm.throughput if run.seconds > 0),
-            requests=arm.throughput[0].requests if arm.throughput else 0,
-        ),
+        speed=speed_of(arm, reference),
         tasks=judged,
         cells=_cells(arm),
         collapsed=collapsed,
         identical=identical_share(arm, reference) if arm is not reference else (0, 0),
         preemptions=arm.preemptions,
+        acceptance=arm.counters.acceptance,
+        findings=findings_of(arm, reference) if arm is not reference and arm.arm not in CONTROLS else (),
         differences=tuple(cache_differences(arm, reference)) if arm is not reference else (),
         command=arm.command,
     )
@@ -271,8 +271,14 @@ def _divergence(arm: ArmFile, reference: ArmFile, again: ArmFile | None) -> Dive
         forced=_estimate(deltas, Measure.ABS_DELTA),
         forced_flips=_estimate(flips, Measure.FLIP_RATE),
         by_text=tuple(row.sum_abs_delta / row.tokens for row in good),
+        tail=_tail([delta for row in good for delta in row.deltas]),
+        forced_tail=_tail([abs(a - b) for o, t in forced for a, b in zip(o.logprobs, t.logprobs, strict=True)]),
         problems=tuple(dict.fromkeys(troubles))[:5],
     )
+
+
+def _tail(deltas: Sequence[float]) -> tuple[float | None, float | None]:
+    return percentile(deltas, 0.95), percentile(deltas, 0.99)
 
 
 def _estimate(parts: Sequence[tuple[float, float]], measure: Measure) -> Estimate:
@@ -289,8 +295,9 @@ def _cells(arm: ArmFile) -> tuple[Cell, ...]:
         if row.task == RETRIEVAL and not row.problem:
             found.setdefault(places[row.item], []).append(row.score)
     return tuple(
-        Cell(length=length, depth=depth, items=len(scores), right=mean(scores))
+        Cell(length=length, depth=depth, items=len(scores), right=mean(scores), low=low, high=high)
         for (length, depth), scores in sorted(found.items())
+        for low, high in (wilson(sum(scores), len(scores)),)
     )
 
 

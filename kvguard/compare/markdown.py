@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from kvguard.compare.outcome import Outcome
-from kvguard.compare.table import HEADINGS, TASK_HEADINGS, decision_rows, task_rows
+from kvguard.compare.table import HEADINGS, TASK_HEADINGS, aside, decision_rows, task_rows
 
 
 def markdown(outcome: Outcome) -> str:
@@ -24,6 +24,8 @@ def markdown(outcome: Outcome) -> str:
         if arm.verdict is not None:
             parts.append(f"## {_text(arm.arm)}: {arm.verdict}")
             parts.append("\n".join(f"* {_text(reason)}" for reason in arm.why))
+            if beside := aside(arm):
+                parts.append("Beside it:\n\n" + "\n".join(f"* {_text(told)}" for told in beside))
             parts.append(f"{arm.identical[0]} of {arm.identical[1]} outputs are identical to the 16-bit arm's.")
             rows = [(found["path"], found["reference"], found["arm"]) for found in arm.differences]
             parts += ["What differs between the two records:", _table(("where", "16-bit", arm.arm), rows)]

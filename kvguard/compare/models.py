@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from kvguard.compare.counters import Counters
 from kvguard.reference.prompts import Turn
 from kvguard.vocabulary import Effective, Frozen
 
@@ -73,7 +74,10 @@ class Forced(Frozen):
 
 
 class Scored(Frozen):
-    """An arm's own decode of a text against the 16-bit engine's pass over the same tokens; sums as in RequestScore."""
+    """An arm's own decode of a text against the 16-bit engine's pass over the same tokens; sums as in RequestScore.
+
+    `deltas` are each token's |Δ logprob|.
+    """
 
     arm: str
     text: str
@@ -83,6 +87,7 @@ class Scored(Frozen):
     kl_low: float = 0.0
     collapse: str = ""
     problem: str = ""
+    deltas: tuple[float, ...] = ()
 
 
 class Throughput(Frozen):
@@ -94,8 +99,22 @@ class Throughput(Frozen):
     seconds: float
 
 
+class Streamed(Frozen):
+    """One streamed request alone: seconds from its start to the first and the last event. `text` names its prompt."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    first: float
+    last: float
+    buffered: bool = False
+
+
 class Plan(Frozen):
-    """What every arm is asked; made once, from the first arm's limits. `texts` are the divergence prompts."""
+    """What every arm is asked; made once, from the first arm's limits.
+
+    `texts` are the divergence prompts, `streams` those whose prefill and decode are timed apart.
+    """
 
     seed: int
     quick: bool
@@ -106,6 +125,7 @@ class Plan(Frozen):
     throughput_requests: int
     throughput_tokens: int
     throughput_runs: int
+    streams: tuple[str, ...] = Field(default=(), repr=False)
     max_model_len: int
     digest: str
 
@@ -133,3 +153,5 @@ class ArmFile(Frozen):
     forced: tuple[Forced, ...] = Field(repr=False)
     scored: tuple[Scored, ...] = Field(repr=False)
     throughput: tuple[Throughput, ...] = ()
+    streamed: tuple[Streamed, ...] = ()
+    counters: Counters = Counters()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from pydantic import Field
+
 from kvguard.compare.statistics import Paired, Seen
+from kvguard.compare.streams import Phase
 from kvguard.shadow.statistics import Estimate
 from kvguard.vocabulary import Frozen
 
@@ -57,10 +60,21 @@ class Capacity(Frozen):
     ratio: float | None
 
 
+_SCORING_PATH: Final[dict[str, Literal["decode", "prefill"]]] = {
+    "decode": "decode",
+    "flips": "decode",
+    "kl": "decode",
+    "forced": "prefill",
+    "forced_flips": "prefill",
+}
+
+
 class Divergence(Frozen):
     """Means by token, in nats where not shares. `decode`, `flips` and `kl` are of the arm's own decode against the 16-bit
     engine's pass over it; `forced` and `forced_flips` of the arm's own pass over the 16-bit arm's text. `by_text` is the mean
-    |Δ logprob| of each text's decode."""
+    |Δ logprob| of each text's decode; `tail` and `forced_tail` the 95th and 99th percentile over tokens, None where too few
+    tokens have one. `scoring_path` says for each which of the arm's own paths is measured: its kernels for prefill and for
+    decode differ, and either may be at fault alone."""
 
     decode: Estimate
     flips: Estimate
@@ -68,27 +82,42 @@ class Divergence(Frozen):
     forced: Estimate
     forced_flips: Estimate
     by_text: tuple[float, ...]
+    tail: tuple[float | None, float | None] = (None, None)
+    forced_tail: tuple[float | None, float | None] = (None, None)
+    scoring_path: dict[str, Literal["decode", "prefill"]] = Field(default_factory=lambda: dict(_SCORING_PATH))
     problems: tuple[str, ...] = ()
 
 
 class Speed(Frozen):
-    """Generated tokens in a second at saturation, of each run."""
+    """Generated tokens in a second at saturation, of each run; `phases` are of one request alone, prefill and decode apart.
+
+    `changes` are the phases against the 16-bit arm's. `void` says why speeds are not compared, "" when they are.
+    """
 
     runs: tuple[float, ...]
     requests: int
+    phases: tuple[Phase, ...] = ()
+    changes: tuple[str, ...] = ()
+    void: str = ""
 
 
 class Cell(Frozen):
-    """Retrieval at one length (tokens) and depth (percent)."""
+    """Retrieval at one length (tokens) and depth (percent); `low` and `high` are Wilson's 95 % interval of `right`."""
 
     length: int
     depth: int
     items: int
     right: float
+    low: float = 0.0
+    high: float = 1.0
 
 
 class ArmResult(Frozen):
-    """One arm. Controls have no verdict. `collapsed` names tasks where answers broke down and the 16-bit arms' did not."""
+    """One arm. Controls have no verdict. `collapsed` names tasks where answers broke down and the 16-bit arms' did not.
+
+    `acceptance` is the share of drafted tokens that were accepted, None without speculative decoding; `findings` are about
+    speed, drafts and lengths, and no verdict rests on them.
+    """
 
     arm: str
     verdict: Verdict | None
@@ -106,6 +135,8 @@ class ArmResult(Frozen):
     collapsed: tuple[str, ...]
     identical: tuple[int, int]
     preemptions: float | None
+    acceptance: float | None = None
+    findings: tuple[str, ...] = ()
     differences: tuple[dict[str, str], ...]
     command: tuple[str, ...]
 

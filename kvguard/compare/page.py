@@ -9,7 +9,7 @@ from html import escape
 from kvguard.compare.models import CONTROLS
 from kvguard.compare.outcome import ArmResult, Outcome
 from kvguard.compare.plots import capacity_bars, divergences, heat_map, losses, throughput_bars
-from kvguard.compare.table import HEADINGS, TASK_HEADINGS, decision_rows, divergence_text, task_rows
+from kvguard.compare.table import HEADINGS, TASK_HEADINGS, aside, decision_rows, divergence_text, tail_text, task_rows
 
 _STYLE = """
 :root { --ink: #1c1c1c; --soft: #666; --line: #ddd; --back: #fff; color-scheme: light dark }
@@ -67,7 +67,8 @@ def page(outcome: Outcome) -> str:
 
 def _verdict(arm: ArmResult) -> str:
     kind = _CLASSES[str(arm.verdict)]
-    return f'<p><span class="verdict {kind}">{escape(str(arm.verdict))}</span> {escape(arm.arm)}</p>{_list(arm.why)}'
+    told = _list((*arm.why, *aside(arm)))
+    return f'<p><span class="verdict {kind}">{escape(str(arm.verdict))}</span> {escape(arm.arm)}</p>{told}'
 
 
 def _maps(outcome: Outcome) -> str:
@@ -76,14 +77,25 @@ def _maps(outcome: Outcome) -> str:
 
 
 def _divergence_table(outcome: Outcome) -> str:
-    headings = ("config", "decode |Δ logprob|", "top-1 flips", "KL, at least", "teacher forced |Δ logprob|", "problems")
+    headings = (
+        "config",
+        "decode |Δ logprob|",
+        "95th / 99th percentile",
+        "top-1 flips",
+        "KL, at least",
+        "teacher forced |Δ logprob|",
+        "95th / 99th percentile",
+        "problems",
+    )
     rows = [
         (
             arm.arm,
             divergence_text(found.decode),
+            tail_text(found.tail),
             divergence_text(found.flips),
             divergence_text(found.kl),
             divergence_text(found.forced),
+            tail_text(found.forced_tail),
             "; ".join(found.problems),
         )
         for arm in outcome.arms
@@ -91,7 +103,8 @@ def _divergence_table(outcome: Outcome) -> str:
         if found.by_text or found.problems
     ]
     note = (
-        "Decode: the arm's own greedy tokens, scored by the 16-bit engine. Teacher forced: the arm over the 16-bit arm's text."
+        "Decode: the arm's own greedy tokens, scored by the 16-bit engine. Teacher forced: the arm over the 16-bit arm's text, "
+        "which measures its prefill. Percentiles are over tokens."
     )
     return _table(headings, rows, note) if rows else ""
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from kvguard.canonical import sha256_of
 from kvguard.compare.conversation import TASK as CONVERSATION
 from kvguard.compare.conversation import conversation
+from kvguard.compare.draw import Draw
 from kvguard.compare.models import Item, Plan
 from kvguard.compare.reasoning import ARITHMETIC, STRINGS, arithmetic, strings
 from kvguard.compare.retrieval import TASK as RETRIEVAL
-from kvguard.compare.retrieval import retrieval
+from kvguard.compare.retrieval import filler, retrieval
 from kvguard.compare.texts import divergence_texts
 from kvguard.vocabulary import UsageError
 
@@ -24,6 +25,8 @@ REASONING = (ARITHMETIC, STRINGS)
 FULL = {RETRIEVAL: 600, ARITHMETIC: 600, STRINGS: 600, CONVERSATION: 600, DIVERGENCE: 60}
 QUICK = {RETRIEVAL: 20, ARITHMETIC: 16, STRINGS: 16, CONVERSATION: 16, DIVERGENCE: 8}
 _LONG_TEXT = 256
+_STREAMED = (64, 2048)
+"""Prompt tokens of the streams that are timed."""
 
 
 def chosen_tasks(named: str) -> tuple[str, ...]:
@@ -66,6 +69,11 @@ def make_plan(
     if DIVERGENCE in tasks:
         sentences = max(min(_LONG_TEXT, max_model_len // 2) * 100 // tokens_per_hundred, 2)
         texts = divergence_texts(seed, counts[DIVERGENCE], sentences)
+    streams: tuple[str, ...] = ()
+    if THROUGHPUT in tasks:
+        rooms = sorted({max(min(size, max_model_len // 2), 64) for size in _STREAMED})
+        many = [max(room * 100 // tokens_per_hundred, 2) for room in rooms]
+        streams = tuple(filler(Draw(seed, "streams", place), sentences) for place, sentences in enumerate(many))
     load = min(2 * (max_num_seqs or 8), 16 if quick else 256) if THROUGHPUT in tasks else 0
     plan = Plan(
         seed=seed,
@@ -77,6 +85,7 @@ def make_plan(
         throughput_requests=load,
         throughput_tokens=32 if quick else 128,
         throughput_runs=2 if load else 0,
+        streams=streams,
         max_model_len=max_model_len,
         digest="",
     )

@@ -54,7 +54,9 @@ def capacity_bars(outcome: Outcome) -> str:
 
 def throughput_bars(outcome: Outcome) -> str:
     """Generated tokens in a second at saturation; the mean of the runs."""
-    rows = [(arm.arm, sum(arm.speed.runs) / len(arm.speed.runs)) for arm in outcome.arms if arm.speed.runs]
+    rows = [
+        (arm.arm, sum(arm.speed.runs) / len(arm.speed.runs)) for arm in outcome.arms if arm.speed.runs and not arm.speed.void
+    ]
     return _bars(rows, "tokens per second at saturation", ",.1f")
 
 

@@ -12,17 +12,18 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from kvguard.compare.models import FORMAT, Answered, ArmFile, Forced, Generated, Plan, Scored, Throughput
+from kvguard.compare.models import FORMAT, Answered, ArmFile, Forced, Generated, Plan, Scored, Streamed, Throughput
 from kvguard.files import printable, read_regular_file
 from kvguard.vocabulary import Frozen, UsageError
 
 FILE_LIMIT = 1 << 30
-Row = Answered | Generated | Forced | Scored | Throughput
+Row = Answered | Generated | Forced | Scored | Streamed | Throughput
 _KINDS: Mapping[str, type[Row]] = {
     "answered": Answered,
     "generated": Generated,
     "forced": Forced,
     "scored": Scored,
+    "streamed": Streamed,
     "throughput": Throughput,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}

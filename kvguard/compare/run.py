@@ -13,11 +13,24 @@ from kvguard.compare import equal
 from kvguard.compare.arms import Arm, again, arm_of, weak_or_why
 from kvguard.compare.asking import Asker, Told, tokens_per_hundred
 from kvguard.compare.draw import Draw
-from kvguard.compare.models import AGAIN, CONTROLS, WEAK, Answered, ArmFile, Forced, Generated, Item, Plan, Scored, Throughput
+from kvguard.compare.models import (
+    AGAIN,
+    CONTROLS,
+    WEAK,
+    Answered,
+    ArmFile,
+    Forced,
+    Generated,
+    Item,
+    Plan,
+    Scored,
+    Streamed,
+    Throughput,
+)
 from kvguard.compare.planning import REASONING, make_plan
 from kvguard.compare.results import Rows, Start, file_stem, read_arm, read_plan, write_whole
 from kvguard.compare.retrieval import filler
-from kvguard.compare.starting import Proven, preemptions, run_arm
+from kvguard.compare.starting import Proven, counters, run_arm
 from kvguard.files import printable
 from kvguard.guard.settings import Settings
 from kvguard.vocabulary import EngineFailed, UsageError
@@ -142,7 +155,9 @@ class Comparison:
             await asker.score({**{each.arm: each.generated for each in self._finished}, **own})
         if arm.name not in CONTROLS:
             await asker.saturate()
+            await asker.stream()
         found = rows.rows
+        counted = await counters(proven.client)
         return ArmFile(
             arm=arm.name,
             model=proven.prepared.command.model,
@@ -153,13 +168,15 @@ class Comparison:
             limits=_limits(proven),
             chat_template=proven.prepared.declared.has_chat_template,
             template_digest=_template_digest(proven),
-            preemptions=await preemptions(proven.client, proven.effective),
+            preemptions=counted.preemptions,
             plan=plan,
             answers=tuple(row for row in found if isinstance(row, Answered)),
             generated=tuple(row for row in found if isinstance(row, Generated)),
             forced=tuple(row for row in found if isinstance(row, Forced)),
             scored=tuple(row for row in found if isinstance(row, Scored)),
             throughput=tuple(row for row in found if isinstance(row, Throughput)),
+            streamed=tuple(row for row in found if isinstance(row, Streamed)),
+            counters=counted,
         )
 
     async def _plan_of(self, proven: Proven) -> Plan:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvguard.compare.arms import Arm
+from kvguard.compare.counters import Counters, read_counters
 from kvguard.engine.client import EngineClient, model_cards
-from kvguard.evidence import metrics as metrics_evidence
+from kvguard.evidence.metrics import parse_metrics
 from kvguard.evidence.replies import Limits
 from kvguard.guard.board import Board
 from kvguard.guard.gate import Gate
@@ -64,10 +65,10 @@ def run_arm(arm: Arm, env: Mapping[str, str], settings: Settings, outputs: tuple
     return bool(finished)
 
 
-async def preemptions(client: EngineClient, effective: Effective) -> float | None:
-    """How often the engine has preempted a request since its start; None when it does not say."""
+async def counters(client: EngineClient) -> Counters:
+    """What the engine has counted since its start; nothing when its page cannot be read."""
     page = (await client.metrics_text()).body or b""
     try:
-        return metrics_evidence.gauges(metrics_evidence.parse_metrics(page), effective, None).preemptions_total
+        return read_counters(parse_metrics(page))
     except UsageError:
-        return None
+        return Counters()

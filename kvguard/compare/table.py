@@ -78,9 +78,27 @@ def _row(outcome: Outcome, arm: ArmResult) -> tuple[str, ...]:
         _pooled(outcome, arm.arm),
         _score(outcome, CONVERSATION, arm.arm),
         divergence_text(arm.divergence.decode),
-        f"{sum(arm.speed.runs) / len(arm.speed.runs):,.1f} tokens/s" if arm.speed.runs else _NONE,
+        _throughput(arm),
         arm.verdict or ("control" if arm.arm in CONTROLS else "reference"),
     )
+
+
+def _throughput(arm: ArmResult) -> str:
+    if arm.speed.void:
+        return "not compared"
+    told = f"{sum(arm.speed.runs) / len(arm.speed.runs):,.1f} tokens/s" if arm.speed.runs else _NONE
+    return told + (f", {arm.preemptions:,.0f} preemptions" if arm.speed.runs and arm.preemptions else "")
+
+
+def aside(arm: ArmResult) -> tuple[str, ...]:
+    """What stands beside an arm's verdict: findings, drafts, and prefill and decode apart."""
+    drafts = () if arm.acceptance is None else (f"{arm.acceptance:.1%} of drafted tokens are accepted",)
+    return (*arm.findings, *drafts, *arm.speed.changes)
+
+
+def tail_text(tail: tuple[float | None, float | None]) -> str:
+    """The 95th and the 99th percentile."""
+    return " / ".join(_NONE if value is None else f"{value:.3f}" for value in tail)
 
 
 def divergence_text(found: Estimate) -> str:

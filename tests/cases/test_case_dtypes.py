@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from case_fakes import (
+    LLAMA,
     MODELOPT_SCHEME,
     after,
     before,
@@ -15,8 +18,11 @@ from case_fakes import (
     said,
     seen,
 )
+from checkpoint_fakes import files
+from kvguard.checkpoint.declared import declare
 from kvguard.engine.command import split_words
 from kvguard.engine.resolve import resolve
+from kvguard.reference.overlay import strip
 from kvguard.vocabulary import CheckResult, Confidence, UsageError
 from launches import command, policy
 
@@ -122,6 +128,27 @@ def test_06_a_declaration_in_both_files_is_named_twice():
     failing = on("0.32.0", both, device="a100")
     assert failing.fails
     assert "8.9" in failing.reason
+
+
+def test_06_an_overlay_without_the_directive_has_it_in_neither_file():
+    both = files(
+        {**LLAMA, "quantization_config": modelopt(kv_cache_scheme=MODELOPT_SCHEME)},
+        None,
+        sidecar("0.40.0", kv_cache_quant_algo="FP8"),
+    )
+    overlay = strip(both, ["config.json", "hf_quant_config.json", "model.safetensors"])
+    assert sorted(overlay.files) == ["config.json", "hf_quant_config.json"]
+    assert overlay.links == ("model.safetensors",)
+    config, beside = (json.loads(overlay.files[name]) for name in sorted(overlay.files))
+    assert "kv_cache_scheme" not in config["quantization_config"]
+    assert "kv_cache_quant_algo" not in beside["quantization"]
+    bare = declare(
+        both.model_copy(
+            update={"config_json": overlay.files["config.json"], "hf_quant_config_json": overlay.files["hf_quant_config.json"]}
+        )
+    )
+    assert (bare.kv_scheme, bare.other_schemes) == (None, ())
+    assert on("0.32.0", bare, device="h100").dtype == "bfloat16"
 
 
 def test_07_a_declaration_on_a_gpu_without_fp8():

@@ -14,6 +14,7 @@ from kvguard.evidence.metrics import claims, gauges, parse_metrics
 from kvguard.evidence.scales import classify_scales
 from kvguard.evidence.tensors import parse_replies
 from kvguard.facts.cautions import cautions
+from kvguard.facts.changing_requests import changing_request
 from kvguard.facts.failures import known_failure
 from kvguard.facts.kv_dtypes import calculate_kv_scales_status
 from kvguard.facts.metric_names import series_names
@@ -269,6 +270,12 @@ def test_96_only_foreign_series_leave_everything_unknown():
 
 
 # --- waking ---
+
+
+def test_30_the_requests_that_put_to_sleep_and_wake_are_known_as_changes():
+    """After one the evidence is read again, or waits until the engine is awake."""
+    effects = {path: getattr(changing_request(path), "effect", None) for path in ("/sleep", "/root/wake_up", "/v1/completions")}
+    assert effects == {"/sleep": "asleep", "/root/wake_up": "changed", "/v1/completions": None}
 
 
 def test_30_after_waking_device_scales_of_one_are_invalid():

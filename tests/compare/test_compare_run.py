@@ -68,6 +68,18 @@ def test_every_arm_is_started_in_turn_and_reported(place: Place) -> None:
     assert len(read_arm(place.out / "arms/fp8_e4m3.json").answers) == 6
 
 
+def test_prefill_and_decode_are_timed_in_the_judged_arms(place: Place) -> None:
+    done = place.run("--tasks", "arithmetic,throughput")
+    assert done.returncode == ExitCode.CLEAN, done.stderr
+    outcome = Outcome.model_validate_json((place.out / "report.json").read_text())
+    sixteen, quantized, again = outcome.arms
+    assert [len(arm.speed.phases) for arm in (sixteen, quantized, again)] == [2, 2, 0], "a short and a long prompt"
+    assert all(phase.prefill and phase.prompt_tokens == 3 for phase in quantized.speed.phases)
+    assert "prefill" in quantized.speed.changes[0]
+    assert len(read_arm(place.out / "arms/fp8_e4m3.json").streamed) == 4
+    assert quantized.speed.changes[0] in done.stdout
+
+
 def test_a_killed_comparison_goes_on_where_it_was(place: Place) -> None:
     rows = place.out / "arms/fp8_e4m3.jsonl"
     process = subprocess.Popen(
