@@ -34,13 +34,18 @@ def state_bytes(geometry: Geometry, model_dtype: str | None = None) -> float | N
     return state.layers * (state.conv_values * own + state.ssm_values * ssm)
 
 
-def sequence_bytes(geometry: Geometry, dtype: str, tokens: int, model_dtype: str | None = None) -> float | None:
-    """Bytes of one sequence of `tokens` tokens in one replica; None when not modelled."""
+def sequence_bytes(
+    geometry: Geometry, dtype: str, tokens: int, model_dtype: str | None = None, in_flight: int = 0
+) -> float | None:
+    """Bytes of one sequence of `tokens` tokens in one replica; None when not modelled.
+
+    Layers with a window keep `in_flight` tokens beside it, those that are being computed.
+    """
     whole, beyond = bytes_per_token(geometry, dtype), bytes_beyond_window(geometry, dtype)
     state = state_bytes(geometry, model_dtype)
     if whole is None or beyond is None or state is None:
         return None
-    inside = min(tokens, geometry.sliding_window) if geometry.sliding_window else tokens
+    inside = min(tokens, geometry.sliding_window + in_flight) if geometry.sliding_window else tokens
     return whole * inside + beyond * (tokens - inside) + state
 
 

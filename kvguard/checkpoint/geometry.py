@@ -41,6 +41,7 @@ def read_geometry(config: Section) -> Geometry:
     state = _mamba_state(text, layers, types, indices) if hybrid else None
     indexer = _indexer_bytes(text)
     return Geometry(
+        layers=layers,
         attention_layers=None if indices is None else len(indices),
         kv_heads=kv_heads or None,
         head_size=head_size or None,
@@ -58,12 +59,11 @@ def read_geometry(config: Section) -> Geometry:
     )
 
 
-def bytes_per_token(geometry: Geometry, dtype: str) -> float | None:
+def bytes_per_token(geometry: Geometry, dtype: str, wide_layers: int | None = None) -> float | None:
     """KV bytes one token takes in all attention layers of one replica, all heads counted once; None when not modelled.
 
-    Within the window for layers that have one; what recurrent layers keep is no matter of tokens. Layers that a format
-    leaves at 16 bit by itself (both ends, with turboquant and ultraquant) count as such; padding of pages does not
-    count.
+    Within the window for layers that have one; what recurrent layers keep is no matter of tokens. `wide_layers` is how
+    many layers are kept at 16 bit; None means those that a format leaves so by itself. Padding of pages does not count.
     """
     layers = geometry.attention_layers
     if geometry.unknown_reason or not (layers and geometry.kv_heads and geometry.head_size):
@@ -72,8 +72,24 @@ def bytes_per_token(geometry: Geometry, dtype: str) -> float | None:
     wide = bytes_per_token_per_layer("bfloat16", geometry.kv_heads, geometry.head_size, mla=geometry.mla)
     if layer is None or wide is None:
         return None
-    ends = 2 * boundary_layers(NEWEST, dtype, layers)
-    return layer * (layers - ends) + wide * ends + geometry.indexer_bytes * layers
+    kept = len(boundary(geometry, dtype)) if wide_layers is None else wide_layers
+    return layer * (layers - kept) + wide * kept + geometry.indexer_bytes * layers
+
+
+def boundary(geometry: Geometry, dtype: str) -> tuple[int, ...]:
+    """Which attention layers, counted from 0, a format leaves at 16 bit by itself: both ends (turboquant, ultraquant)."""
+    layers = geometry.attention_layers or 0
+    ends = boundary_layers(NEWEST, dtype, layers)
+    return (*range(ends), *range(layers - ends, layers))
+
+
+def windowed_layers(geometry: Geometry) -> tuple[int, ...]:
+    """Indices of the attention layers that see only a window; () also where the config does not say which they are."""
+    indices = geometry.layer_indices or ()
+    if not geometry.layer_types:
+        return indices if geometry.sliding_layers else ()
+    types = geometry.layer_types
+    return tuple(index for index in indices if index < len(types) and types[index] in _WINDOW_ATTENTION)
 
 
 def text_section(config: Section) -> Section:

@@ -63,8 +63,9 @@ def _sliding_window(config: dict[str, Any]) -> None:
     if not windows or not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers <= 10_000:
         return
     if isinstance(windows, list):
-        sizes = {size for size in windows if size is not None}
-        if len(sizes) > 1 or not all(isinstance(size, int) for size in sizes):
+        numbers = all(size is None or (isinstance(size, int) and not isinstance(size, bool)) for size in windows)
+        sizes = {size for size in windows if size is not None} if numbers else set()
+        if not numbers or len(sizes) > 1:
             raise UsageError(f"{PARAMS}: sliding_window: vLLM takes one window size, found {kind(windows)}")
         kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
         config["layer_types"] = (kinds * (layers // len(kinds)))[:layers]

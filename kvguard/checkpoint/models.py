@@ -130,13 +130,15 @@ class RecurrentState(Frozen):
 class Geometry(Frozen):
     """What one token costs. `kv_heads` and `head_size` are of the whole model (MLA: 1 and the latent size).
 
-    `layer_indices` are the attention layers, None when the config does not say which they are. `sliding_layers` is how
+    `layers` are all decoder layers. `layer_indices` are those with attention whose keys and values are their own, None when
+    the config does not say which they are. `sliding_layers` is how
     many of them see only a window of `sliding_window` tokens: for those, bytes per token hold within the window and
     the engine frees what lies before it. `indexer_bytes` is what a sparse-attention index adds to each token and layer,
     whatever the dtype. `state` is what recurrent layers keep for a sequence beside it. `unknown_reason`: why the bytes
     are not modelled.
     """
 
+    layers: int | None = None
     attention_layers: int | None = None
     kv_heads: int | None = None
     head_size: int | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvguard.checkpoint.geometry import bytes_per_token
 from kvguard.checkpoint.models import Geometry
-from kvguard.evidence.capacity import CapacityReading, capacity
+from kvguard.evidence.capacity import TOLERANCE, CapacityReading, capacity, mix_words
+from kvguard.evidence.layouts import layouts, mixes, pooled_layouts, stated_skips
 from kvguard.evidence.replies import TensorReading
 from kvguard.evidence.tensors import gaps
-from kvguard.vocabulary import KV_DTYPES, Claim, Stage
+from kvguard.vocabulary import Claim, Stage
 
 
 def measure(
@@ -40,23 +40,43 @@ def measure(
         size, size_where = kv_bytes(metrics_claims, log_claims, ranks or ranks_of_one_engine(log_claims))
     tensor_parallel = _last(log_claims, "tensor_parallel_size")
     copies = tensor_parallel.value if tensor_parallel else _tensor_parallel(tensors) or ranks or 1
-    reading = capacity(size, tokens, bytes_by_dtype(geometry, copies))
+    skipped = stated_skips((*metrics_claims, *log_claims))
     unknown = [where for value, where in ((size, size_where), (tokens, tokens_where)) if value is None]
+    blocks = _block_tokens(metrics_claims) if geometry is not None and geometry.sliding_layers else None
+    if blocks is not None and size is not None:
+        expected = pooled_layouts(geometry, copies, skipped, one_table=_one_table(geometry, metrics_claims))
+        reading = capacity(size, blocks, expected)
+        per_token = size / tokens if tokens else None
+        reading = reading.model_copy(update={"kv_tokens": tokens, "block_tokens": blocks, "bytes_per_token": per_token})
+        tokens_where = "blocks × block size in the metrics"
+    else:
+        reading = capacity(size, tokens, layouts(geometry, copies, skipped))
+        if reading.bytes_per_token is not None and not reading.fits:
+            found = mixes(geometry, reading.bytes_per_token, TOLERANCE, copies)
+            reason = ", ".join(filter(None, (reading.reason, mix_words(found))))
+            reading = reading.model_copy(update={"mixes": found, "reason": reason})
     reason = "; ".join(unknown) or f"{reading.reason} (bytes: {size_where}; tokens: {tokens_where})"
     return reading.model_copy(update={"reason": reason})
 
 
-def bytes_by_dtype(geometry: Geometry | None, tensor_parallel: int = 1) -> dict[str, float]:
-    """Bytes one token takes over all ranks of one engine, for each dtype whose arithmetic this architecture has.
+def _block_tokens(metrics_claims: Sequence[Claim]) -> int | None:
+    """Tokens that all blocks of one engine hold, where its page says so."""
+    blocks, size = _last(metrics_claims, "kv_blocks"), _last(metrics_claims, "block_size")
+    return blocks.value * size.value if blocks is not None and size is not None else None
 
-    Empty where tokens are not worth the same bytes everywhere: windows and recurrent layers. With more ranks than
-    KV heads each head is stored several times, and MLA's latent on every rank.
+
+def _one_table(geometry: Geometry | None, metrics_claims: Sequence[Claim]) -> bool | None:
+    """Whether a sequence has one table of blocks for all layers: as many blocks as its tokens fill; None when not known.
+
+    A table of windowed layers adds two blocks at least, so one more is the length's rounding.
     """
-    if geometry is None or geometry.sliding_layers or geometry.hybrid:
-        return {}
-    copies = tensor_parallel if geometry.mla else max(1, tensor_parallel // (geometry.kv_heads or 1))
-    sizes = {name: bytes_per_token(geometry, name) for name in KV_DTYPES}
-    return {name: size * copies for name, size in sizes.items() if size is not None}
+    if geometry is None or geometry.sliding_layers == geometry.attention_layers:
+        return True
+    each, longest, size = (_last(metrics_claims, name) for name in ("blocks_per_sequence", "max_model_len", "block_size"))
+    if each is None or longest is None or size is None:
+        return None
+    filled = -(-longest.value // size.value)
+    return None if each.value < filled else bool(each.value <= filled + 1)
 
 
 def _tensor_parallel(tensors: TensorReading | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from kvguard.checkpoint.models import Declared, KVScheme, Quantization
 from kvguard.checkpoint.quantization import SIDECAR, effective_method
@@ -84,6 +84,6 @@ def _platform_of(version: str) -> str | None:
     """ "cpu" for a version such as 0.32.0+cpu, else None."""
     try:
         local = Version(version).local or ""
-    except InvalidVersion:
+    except ValueError:
         return None
     return "cpu" if "cpu" in local else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvguard.checkpoint.geometry import windowed_layers
 from kvguard.checkpoint.models import Declared
 from kvguard.evidence import tensors as inside
 from kvguard.evidence.capacity import CapacityReading
@@ -65,6 +66,7 @@ def reconcile(
         found = _from_tensors(tensors, allowed_sixteen_bit)
     elif capacity is not None and capacity.width is not None:
         found = _from_capacity(capacity, echoes, predicted, model_dtype)
+        _keep_layers(found, capacity, echoes, declared, allowed_sixteen_bit)
     else:
         found = _from_echoes(echoes)
     found.contradictions += _against(found.name, echoes, capacity if not missing else None, predicted)
@@ -140,6 +142,30 @@ def _from_capacity(capacity: CapacityReading, echoes: list[Claim], predicted: st
     elif width == 16 and model_dtype is not None and width_bits(model_dtype) == width:
         found.name = model_dtype
     return found
+
+
+def _keep_layers(
+    found: _Dtype,
+    capacity: CapacityReading,
+    echoes: list[Claim],
+    declared: Declared | None,
+    allowed: tuple[str, ...],
+) -> None:
+    """Add the layers at 16 bit that the capacity shows. Where it cannot show whether there are some, it proves no dtype."""
+    choices = capacity.sixteen_bit_layers(found.name)
+    windowed = windowed_layers(declared.geometry) if declared is not None else ()
+    excepted = [all(_stays(index, allowed, windowed) for index in layers) for layers in choices]
+    if len(choices) == 1:
+        found.sixteen_bit_layers = tuple(str(index) for index in choices[0])
+        found.name = found.name if excepted[0] else "mixed"
+    elif not all(excepted):
+        rest = _from_echoes(echoes)
+        found.name, found.confidence, found.support = rest.name, rest.confidence, rest.support
+        found.contradictions += rest.contradictions
+
+
+def _stays(index: int, allowed: tuple[str, ...], windowed: tuple[int, ...]) -> bool:
+    return str(index) in allowed or ("sliding_window" in allowed and index in windowed)
 
 
 def _from_echoes(echoes: list[Claim]) -> _Dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvguard.facts.kv_dtypes import Fact
+from kvguard.facts.kv_dtypes import Fact, flag_entry
 from kvguard.facts.versions import entry_for, in_range, read_data
 
 FlagResult = Literal["real", "dummy", "crashes", "ignored", "absent"]
@@ -38,18 +38,14 @@ class ScaleNames(Fact):
 
 def calculate_flag(version: str, *, platform: str | None, eager: bool) -> Flag | None:
     """What the flag does on a platform ("cpu", else any) in eager or compiled mode; None for a version that was not read."""
-    mode = "eager" if eager else "compiled"
-    for entry in _FACTS["flag"]:
-        fits = entry["platform"] in ("any", platform) and entry["mode"] in ("any", mode)
-        if fits and in_range(version, entry["versions"]):
-            return Flag(result=entry["result"], reason=entry["reason"], source=entry["source"])
-    return None
+    entry = flag_entry(version, platform, "eager" if eager else "compiled")
+    return None if entry is None else Flag.model_validate({name: entry[name] for name in ("result", "reason", "source")})
 
 
 def flag_ignored(
     version: str, *, dynamic_dtype: bool, query_scale: bool, compressed_tensors_scheme: bool, hybrid: bool
 ) -> Flag | None:
-    """Why the flag has no effect for this cache format and checkpoint, or None."""
+    """Why the flag has no effect for this cache format, stated by name, and checkpoint, or None."""
     holds = {
         "dynamic_dtype": dynamic_dtype,
         "query_scale": query_scale,
@@ -57,7 +53,7 @@ def flag_ignored(
         "hybrid": hybrid,
     }
     for entry in _FACTS["flag_ignored"]:
-        if holds[entry["when"]] and in_range(version, entry["versions"]):
+        if holds.get(entry["when"]) and in_range(version, entry["versions"]):
             return Flag(result="ignored", reason=entry["reason"], source=entry["source"])
     return None
 

@@ -54,6 +54,29 @@ def find_device(text: str) -> Device:
     raise UsageError(f"--device {text!r}: not a known device; known are {', '.join(known)}, sm90 or 9.0, gfx942")
 
 
+def cuda_device(name: str, capability: str) -> Device | None:
+    """The device that NVIDIA's tools call `name` ("NVIDIA H100 80GB HBM3") and give a compute capability ("9.0").
+
+    The capability decides; the name is ours where one of ours is in theirs, else "sm90". None: that is no capability.
+    """
+    if not _CAPABILITY.fullmatch(capability.strip()):
+        return None
+    found = find_device(capability.strip())
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
+    known = read_data("devices")["devices"]
+    ours = [key for key in known if key in runs and known[key].get("capability") == found.capability]
+    return found.model_copy(update={"name": max(ours, key=len)}) if ours else found
+
+
+def rocm_device(architecture: str) -> Device:
+    """The device of an AMD architecture ("gfx942"). UsageError for what is none."""
+    found = find_device(architecture)
+    if not found.architecture:
+        raise UsageError(f"{architecture!r}: not an AMD architecture, such as gfx942")
+    return found
+
+
 class DeviceRule(Fact):
     """What a device does to a cache dtype. `result`: "as_is", "fails" or "unknown"; `do` is the way out."""
 

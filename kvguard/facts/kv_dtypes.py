@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from kvguard.facts.versions import entry_for, examined, in_range, join_ranges, read_data
 from kvguard.vocabulary import Frozen, canonical_dtype
@@ -79,10 +80,27 @@ def calculate_kv_scales_status(version: str) -> str | None:
 
 
 def runtime_scales(version: str, platform: str | None) -> RuntimeScales | None:
-    """What fixes the scales under `--calculate-kv-scales` on a platform ("cpu", else any); None without the flag."""
-    for entry in read_data("kv_dtypes")["calculate_kv_scales"]["calibrates_on"]:
-        if entry["platform"] in ("any", platform) and in_range(version, entry["versions"]):
-            return RuntimeScales(reason=entry["reason"], source=entry["source"], input=entry["input"])
+    """What fixes the scales under `--calculate-kv-scales` on a platform ("cpu", else any); None without the flag.
+
+    Eager and compiled mode together; `calibration.calculate_flag` says it for one of them.
+    """
+    found = [entry for mode in ("eager", "compiled") if (entry := flag_entry(version, platform, mode)) is not None]
+    found = [entry for entry in found if entry["result"] in _INPUTS]
+    if not found:
+        return None
+    reasons, sources = (dict.fromkeys(entry[key] for entry in found) for key in ("reason", "source"))
+    return RuntimeScales(reason="; ".join(reasons), source="; ".join(sources), input=_INPUTS[found[0]["result"]])
+
+
+_INPUTS = {"crashes": "startup_error", "dummy": "dummy", "real": "first_batch_if_eager"}
+
+
+def flag_entry(version: str, platform: str | None, mode: str) -> Mapping[str, str] | None:
+    """The calibration facts' entry on `--calculate-kv-scales` for a platform and mode ("eager", "compiled")."""
+    for entry in read_data("calibration")["flag"]:
+        fits = entry["platform"] in ("any", platform) and entry["mode"] in ("any", mode)
+        if fits and in_range(version, entry["versions"]):
+            return cast("Mapping[str, str]", entry)
     return None
 
 
@@ -91,13 +109,14 @@ def runtime_scales_disabled(version: str, *, scheme: bool, automatic: bool, hybr
 
     `scheme`: a compressed-tensors `kv_cache_scheme` is declared; `automatic`: no KV cache dtype was typed.
     """
-    facts = read_data("kv_dtypes")["calculate_kv_scales"]
-    by_scheme = facts["disabled_by_compressed_tensors_scheme"]
-    if scheme and (in_range(version, by_scheme["always"]) or (automatic and in_range(version, by_scheme["if_auto"]))):
-        return Fact(reason="a compressed-tensors kv_cache_scheme switches the flag off silently", source=by_scheme["source"])
-    by_hybrid = facts["disabled_by_hybrid"]
-    if hybrid and in_range(version, by_hybrid["versions"]):
-        return Fact(reason="models with recurrent layers switch the flag off", source=by_hybrid["source"])
+    holds = {
+        "compressed_tensors_scheme": scheme,
+        "compressed_tensors_scheme_and_auto": scheme and automatic,
+        "hybrid": hybrid,
+    }
+    for entry in read_data("calibration")["flag_ignored"]:
+        if holds.get(entry["when"]) and in_range(version, entry["versions"]):
+            return Fact(reason=entry["reason"], source=entry["source"])
     return None
 
 

@@ -18,7 +18,8 @@ def _document() -> Json:
 def series_names(meaning: str, version: str | None = None) -> tuple[str, ...]:
     """The names a series has had, preferred first; with a version, only the names that version exports.
 
-    Meanings: cache_config_info, kv_pinned_ratio, running, waiting, preemptions_total, process_start, generated_total.
+    Meanings: cache_config_info, kv_pinned_ratio, running, waiting, preemptions_total, process_start, generated_total,
+    prefix_queries_total, prefix_hits_total, drafted_total, accepted_total.
     """
     entries = _document()["series"][meaning]
     return tuple(e["name"] for e in entries if version is None or in_range(version, e["versions"]))

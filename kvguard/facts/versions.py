@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 
 @cache
@@ -22,7 +22,7 @@ def parse(text: str) -> Version | None:
     """A version without its local part ("0.32.0+cpu" is 0.32.0), or None when the text is no version."""
     try:
         return Version(Version(text.strip()).public)
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion is one, and so is a number of too many digits
         return None
 
 

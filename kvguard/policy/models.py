@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from kvguard.canonical import sha256_of
@@ -268,7 +268,7 @@ def allows_version(policy: Policy, version: str) -> bool:
         return True
     try:
         return SpecifierSet(policy.engine.version).contains(Version(version).public, prereleases=True)
-    except InvalidVersion:
+    except ValueError:
         return False
 
 

@@ -12,7 +12,7 @@ from checkpoint_fakes import SMOLLM2
 from kvguard.checkpoint.cost import bytes_beyond_window, rank_share, sequence_bytes, state_bytes
 from kvguard.checkpoint.geometry import bytes_per_token, read_geometry
 from kvguard.checkpoint.json_config import Section
-from kvguard.evidence.cache_size import bytes_by_dtype
+from kvguard.evidence.layouts import layouts
 
 
 def dense(layers: int, heads: int, head: int, **more: Any) -> dict[str, Any]:
@@ -162,5 +162,6 @@ def test_ranks():
     assert rank_share(mla, 8) == 1
     # What all ranks hold together agrees with the capacity check's arithmetic.
     for ranks in (1, 2, 8, 16):
-        assert bytes_by_dtype(llama, ranks)["bfloat16"] == 131_072 * rank_share(llama, ranks) * ranks
-    assert bytes_by_dtype(geometry(NEMOTRON)) == {}
+        sizes = {layout.dtype: layout.bytes_per_token for layout in layouts(llama, ranks)}
+        assert sizes["bfloat16"] == 131_072 * rank_share(llama, ranks) * ranks
+    assert layouts(geometry(NEMOTRON)) == ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from replies import NONCE, document, layer, ranks, reply
 
 from kvguard.checkpoint.models import Geometry
-from kvguard.evidence.cache_size import bytes_by_dtype, kv_bytes, kv_tokens, measure, ranks_of_one_engine
+from kvguard.evidence.cache_size import kv_bytes, kv_tokens, measure, ranks_of_one_engine
+from kvguard.evidence.layouts import layouts
 from kvguard.evidence.log import read_log
 from kvguard.evidence.metrics import claims, parse_metrics
 from kvguard.evidence.tensors import parse_replies
@@ -65,6 +66,10 @@ def test_the_smallest_rank_sizes_all() -> None:
 def test_ranks() -> None:
     assert ranks_of_one_engine(parallel(4, 2)) == 8
     assert ranks_of_one_engine(()) is None
+
+
+def bytes_by_dtype(geometry: Geometry | None, tensor_parallel: int = 1) -> dict[str, float]:
+    return {layout.dtype: layout.bytes_per_token for layout in layouts(geometry, tensor_parallel)}
 
 
 def test_arithmetic() -> None:

@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvguard.evidence.capacity import capacity
+from kvguard.evidence.layouts import Layout
 
 SMALL = {"bfloat16": 23040.0, "float16": 23040.0, "fp8_e4m3": 11520.0, "fp8_e5m2": 11520.0, "nvfp4": 6480.0}
+
+
+def uniform(sizes: dict[str, float]) -> tuple[Layout, ...]:
+    return tuple(Layout(dtype=name, bytes_per_token=size) for name, size in sizes.items())
 
 
 @pytest.mark.parametrize(
@@ -20,14 +25,14 @@ SMALL = {"bfloat16": 23040.0, "float16": 23040.0, "fp8_e4m3": 11520.0, "fp8_e5m2
     ],
 )
 def test_a_width_is_proven(kv_bytes: int, tokens: int, width: int, candidates: tuple[str, ...]) -> None:
-    reading = capacity(kv_bytes, tokens, SMALL)
+    reading = capacity(kv_bytes, tokens, uniform(SMALL))
     assert (reading.width, reading.candidates) == (width, candidates)
     assert reading.claim.value == f"{width}-bit"
 
 
 @pytest.mark.parametrize(("off", "width"), [(1.019, 8), (0.981, 8), (1.03, None), (0.97, None)])
 def test_two_percent(off: float, width: int | None) -> None:
-    assert capacity(round(11520 * off * 1000), 1000, SMALL).width == width
+    assert capacity(round(11520 * off * 1000), 1000, uniform(SMALL)).width == width
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def test_two_percent(off: float, width: int | None) -> None:
     ],
 )
 def test_unknown_says_why(kv_bytes: int | None, tokens: int | None, sizes: dict[str, float], reason: str) -> None:
-    reading = capacity(kv_bytes, tokens, sizes)
+    reading = capacity(kv_bytes, tokens, uniform(sizes))
     assert reading.width is None
     assert reading.claim.value is None
     assert reason in reading.reason
@@ -56,7 +61,7 @@ def test_unknown_says_why(kv_bytes: int | None, tokens: int | None, sizes: dict[
     st.dictionaries(st.sampled_from([*SMALL, "x"]), st.floats(1, 1e9), max_size=5),
 )
 def test_what_is_proven_is_within_the_tolerance(kv_bytes: int, tokens: int, sizes: dict[str, float]) -> None:
-    reading = capacity(kv_bytes, tokens, sizes)
+    reading = capacity(kv_bytes, tokens, uniform(sizes))
     assert reading.reason
     for name in reading.candidates:
         assert abs(kv_bytes / tokens - sizes[name]) <= 0.0201 * sizes[name]

@@ -158,3 +158,21 @@ def test_only_usage_errors_escape(text: str) -> None:
 def test_only_usage_errors_escape_from_bytes(data: bytes) -> None:
     with contextlib.suppress(UsageError):
         parse_metrics(data)
+
+
+def test_blocks_and_the_longest_sequence() -> None:
+    page = (
+        'vllm:cache_config_info{block_size="128",num_gpu_blocks="32768",kv_cache_size_tokens="1646843",'
+        'kv_cache_max_concurrency="100.51533742331289",engine="0"} 1.0\n'
+        'vllm:cache_config_info{block_size="128",num_gpu_blocks="32768",kv_cache_size_tokens="1646843",'
+        'kv_cache_max_concurrency="100.51533742331289",engine="1"} 1.0\n'
+    )
+    found = {claim.field: claim.value for claim in claims(parse_metrics(page))}
+    assert (found["kv_blocks"], found["blocks_per_sequence"], found["max_model_len"]) == (16384, 163, 16384)
+
+
+@pytest.mark.parametrize("concurrency", ["None", "", "nan", "0.0", "-1.0", "inf", "many"])
+def test_no_concurrency_is_no_information(concurrency: str) -> None:
+    labels = f'num_gpu_blocks="16",kv_cache_size_tokens="2048",kv_cache_max_concurrency="{concurrency}"'
+    found = claims(parse_metrics(f'vllm:cache_config_info{{{labels},engine="0"}} 1.0\n'))
+    assert {claim.field for claim in found} == {"kv_tokens"}

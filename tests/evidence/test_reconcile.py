@@ -9,6 +9,7 @@ from replies import NONCE, document, layer, ranks, reply, unit, wide
 
 from kvguard.checkpoint.models import Declared, DeclaredScales, Geometry
 from kvguard.evidence.capacity import CapacityReading, capacity
+from kvguard.evidence.layouts import Layout
 from kvguard.evidence.reconcile import reconcile
 from kvguard.evidence.tensors import TensorReading, parse_replies
 from kvguard.vocabulary import Claim, Confidence, Effective, ScaleState, Source, Stage
@@ -40,7 +41,9 @@ def echo(value: str | None, source: Source = Source.METRICS, field: str = "kv_ca
 
 
 def width(bits: int) -> CapacityReading:
-    return capacity(1024**3, {16: 46592, 8: 93184}[bits], SIZES)
+    return capacity(
+        1024**3, {16: 46592, 8: 93184}[bits], [Layout(dtype=name, bytes_per_token=size) for name, size in SIZES.items()]
+    )
 
 
 def run(**changes: Any) -> Effective:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint_fakes import refusal
-from kvguard.facts.devices import device_rule, doubled_scales, find_device
+from kvguard.facts.devices import cuda_device, device_rule, doubled_scales, find_device, rocm_device
 from kvguard.facts.versions import in_range, read_data
 
 
@@ -103,3 +103,19 @@ def test_every_rule_is_usable():
         assert rule["result"] in ("as_is", "fails", "unknown")
         assert rule["result"] != "fails" or (rule["reason"] and rule["do"])
         assert rule["source"]
+
+
+def test_what_tools_call_devices():
+    assert cuda_device("NVIDIA A100-SXM4-80GB", "8.0") == find_device("a100")
+    assert cuda_device("NVIDIA A10", "8.6") == find_device("a10")
+    assert cuda_device("Quadro P1000", "6.1") == find_device("6.1")
+    assert cuda_device("NVIDIA A100", "[N/A]") is None
+    assert rocm_device("gfx950").architecture == "gfx950"
+    for text in ("h100", "cpu", "gfx"):
+        assert "gfx942" in refusal(lambda text=text: rocm_device(text))
+
+
+@given(st.text(max_size=30), st.text(max_size=8) | st.sampled_from(["9.0", "12.1"]))
+def test_any_name_and_capability_are_a_device_or_none(name, capability):
+    found = cuda_device(name, capability)
+    assert found is None or found.capability == capability.strip()
