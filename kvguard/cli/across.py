@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvguard.cli.check import read_config
-from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
+from kvguard.engine.hub import locate
 from kvguard.engine.preview import Outcome, differences, full_version, preview
 from kvguard.facts.devices import Device
 from kvguard.vocabulary import UsageError
@@ -23,6 +23,7 @@ def show_across(
     argv: tuple[str, ...],
     given: Mapping[str, str | None],
     device: Device | None,
+    revision: str | None = None,
     *,
     as_json: bool,
 ) -> None:
@@ -37,11 +38,15 @@ def show_across(
     said = [name for name, value in given.items() if value is not None and not (name == "--engine-version" and value == across)]
     if said:
         raise UsageError(f"inspect --across: {', '.join(said)}: say it in the command after `--` instead")
-    files = read_checkpoint(resolve_model(model, os.environ))
-    outcomes = [preview(argv or ("vllm", "serve", model), version, files, read_config, device) for version in versions]
+    found = locate(model, os.environ, revision)
+    outcomes = [preview(argv or ("vllm", "serve", model), version, found.files, read_config, device) for version in versions]
     changes = differences(outcomes)
     if as_json:
-        document = {"versions": [outcome.model_dump(mode="json") for outcome in outcomes], "changes": list(changes)}
+        document = {
+            "versions": [outcome.model_dump(mode="json") for outcome in outcomes],
+            "changes": list(changes),
+            "hub": found.published and found.published.model_dump(mode="json"),
+        }
         typer.echo(json.dumps(document, indent=2))
         return
     console = Console(soft_wrap=True, highlight=False, markup=False, width=200)

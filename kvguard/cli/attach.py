@@ -19,6 +19,7 @@ from kvguard.guard.gate import Gate
 from kvguard.guard.prepare import raise_file_limit
 from kvguard.guard.settings import Settings
 from kvguard.policy.parse import load_policy
+from kvguard.proxy.otlp import tracing_from
 from kvguard.proxy.server import DataPlane
 from kvguard.proxy.upstream import Upstream
 from kvguard.record.store import default_directory
@@ -61,6 +62,10 @@ def attach(
         typer.Option(metavar="SECONDS", help="How often to verify again while serving; 0: only on signs of change.", min=0),
     ] = 60.0,
     log_json: Annotated[bool, typer.Option(help="Write kvguard's own log as JSON lines.")] = False,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request, without its content.")] = False,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send spans of requests to this OTLP collector; needs kvguard[otel].")
+    ] = None,
 ) -> None:
     """Guard an engine that somebody else started: wait for it, verify it from outside, and serve it, or refuse.
 
@@ -74,6 +79,7 @@ def attach(
     if (ssl_certfile is None) != (ssl_keyfile is None) and ssl_certfile is None:
         raise UsageError("--ssl-keyfile: TLS needs --ssl-certfile as well; nothing is served in the clear instead")
     check_target(engine)
+    tracing = tracing_from(otlp_endpoint, os.environ)
     raise_file_limit()
     target = Target(
         address=engine,
@@ -112,5 +118,7 @@ def attach(
         Upstream(uds=socket) if socket else Upstream(uds=None, base_url=engine),
         management_host=management_host,
         management_port=management_port,
+        access_log=access_log,
+        tracing=tracing,
     )
     sys.exit(code)

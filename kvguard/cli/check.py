@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
-from kvguard.engine.command import parse_command, split_words
+from kvguard.checkpoint.models import CheckpointFiles, Declared
+from kvguard.engine.checkpoint_files import digest_files
+from kvguard.engine.command import Command, parse_command, split_words
 from kvguard.engine.find import installed_version
+from kvguard.engine.hub import locate
 from kvguard.engine.preview import StaticVerdict, full_version, judge_statically
-from kvguard.facts.devices import find_device
+from kvguard.engine.resolve import Resolution
+from kvguard.engine.sealed import PREFIX
+from kvguard.facts.devices import Device, find_device
 from kvguard.facts.versions import KNOWN
-from kvguard.files import read_regular_file
+from kvguard.files import printable, read_regular_file
+from kvguard.guard.runtime_scales import decide
+from kvguard.policy.models import Policy
 from kvguard.policy.parse import load_policy
+from kvguard.reference.prompts import default_prompts
 from kvguard.verdict.checks import describe, violates
+from kvguard.verdict.runtime_scales import RuntimeScales
 from kvguard.vocabulary import ExitCode, UsageError
 
 _YAML_LIMIT = 1 << 20
@@ -34,6 +43,9 @@ def check(
     device: Annotated[
         str | None, typer.Option(help="Judge for this accelerator: h100, b200, rtx5090, a100, mi300x, cpu, sm90, gfx942.")
     ] = None,
+    scales: Annotated[
+        Path | None, typer.Option(help="Calibration that the start will be given (default: the one in kvguard's cache).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Judge a command and its checkpoint against a policy without starting anything. Exit 0, 2 or 3 as `serve` would.
@@ -45,16 +57,45 @@ def check(
     if version is None:
         raise UsageError(f"no vLLM was found, so its version is unknown; give --engine-version (facts cover {KNOWN})")
     argv = tuple(context.args)
-    model = parse_command(split_words(argv), version, read_config).model
-    files = read_checkpoint(resolve_model(model, os.environ))
+    command = parse_command(split_words(argv), version, read_config)
+    located = locate(command.model, os.environ, command.value("--revision"))
     where = find_device(device) if device else None
-    verdict = judge_statically(argv, version, required, files, read_config, os.environ, where)
+    runtime = None if located.published else _calibrations(required, version, where, located.files, scales)
+    if scales is not None and runtime is None:
+        raise UsageError(f"--scales {printable(str(scales))}: belongs to files on this disk; {command.model} was read on a hub")
+    verdict = judge_statically(argv, version, required, located.files, read_config, os.environ, where, runtime)
     refused = violates(verdict.checks)
     if as_json:
-        typer.echo(json.dumps(_document(verdict, version, device, refused), indent=2))
+        hub = located.published and located.published.model_dump(mode="json")
+        typer.echo(json.dumps({**_document(verdict, version, device, refused), "hub": hub}, indent=2))
     else:
         _print(verdict, version, refused)
     raise typer.Exit(ExitCode.POLICY_VIOLATION if refused else ExitCode.CLEAN)
+
+
+def _calibrations(
+    policy: Policy | None, version: str, device: Device | None, files: CheckpointFiles, scales: Path | None
+) -> Callable[[Command, Declared, Resolution], RuntimeScales | None]:
+    """How `serve` would get runtime scales, looked up and not written."""
+
+    def found(command: Command, declared: Declared, resolution: Resolution) -> RuntimeScales | None:
+        decision = decide(
+            policy=policy,
+            command=command,
+            version=version,
+            platform=device.platform if device else None,
+            resolution=resolution,
+            files=files,
+            declared=declared,
+            digests=tuple(one for one in digest_files(files.directory, files) if not one.name.startswith(PREFIX)),
+            scales=scales,
+            prompts=default_prompts(),
+            env=os.environ,
+            write=False,
+        )
+        return decision[0] if decision is not None else None
+
+    return found
 
 
 def read_config(path: str) -> bytes:

@@ -24,7 +24,7 @@ from kvguard.compare.own_tasks import own_items
 from kvguard.compare.planning import OWN, TASKS, chosen_tasks
 from kvguard.compare.reports import write_reports
 from kvguard.compare.run import Comparison, Wish, read_arms
-from kvguard.compare.table import HEADINGS, TASK_HEADINGS, decision_rows, task_rows
+from kvguard.compare.table import HEADINGS, TASK_HEADINGS, aside, decision_rows, task_rows
 from kvguard.engine.process import become_subreaper
 from kvguard.guard.prepare import raise_file_limit
 from kvguard.guard.settings import Settings
@@ -184,7 +184,7 @@ def show(outcome: Outcome, console: Console) -> None:
     for arm in outcome.arms:
         if arm.verdict is not None:
             console.print(f"{arm.arm}: {arm.verdict}", style="bold", markup=False, highlight=False)
-            for reason in arm.why:
+            for reason in (*arm.why, *aside(arm)):
                 console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
     for note in outcome.notes:
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)

@@ -8,64 +8,85 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from kvguard.checkpoint.cost import sequence_bytes, state_bytes
+from kvguard.checkpoint.cost import state_bytes
 from kvguard.checkpoint.declared import declare
-from kvguard.checkpoint.geometry import bytes_per_token
 from kvguard.checkpoint.json_config import MAX_NUMBER, parse_object
 from kvguard.checkpoint.models import Declared
+from kvguard.checkpoint.parallel import Ranks
 from kvguard.checkpoint.quantization import OVERRIDES
 from kvguard.cli.across import show_across
+from kvguard.cli.inspect_sizes import Load, sizes, sizes_table
 from kvguard.cli.sizes import parse_size
-from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
-from kvguard.engine.find import installed_version
+from kvguard.engine.accelerators import device_for
+from kvguard.engine.find import Engine, find_engine
+from kvguard.engine.hub import locate
 from kvguard.evidence.first_choice import first_choice
 from kvguard.evidence.prediction import Prediction, predict
 from kvguard.facts.cautions import cautions
-from kvguard.facts.devices import find_device
-from kvguard.facts.kv_dtypes import BYTES_DTYPES, accepted
 from kvguard.facts.versions import KNOWN
-from kvguard.vocabulary import ScaleState, is_quantized
+from kvguard.vocabulary import ScaleState, UsageError, is_quantized
+
+_MAX_RANKS = 4096
 
 
 def inspect(
     command: typer.Context,
-    model: Annotated[str, typer.Argument(help="The model's directory, or its name in the local hub cache.")],
+    model: Annotated[str, typer.Argument(help="The model's directory, or ORG/NAME in the local hub cache or on a hub.")],
     engine_version: Annotated[
         str | None, typer.Option(help="Predict for this vLLM version (default: the installed one).")
     ] = None,
-    memory: Annotated[str, typer.Option(help="Show how many tokens fit into this much KV memory.")] = "1GiB",
+    memory: Annotated[str, typer.Option(help="Show how many tokens fit into this much KV memory (on each GPU).")] = "1GiB",
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="Predict for this --kv-cache-dtype (default: nothing typed).")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Predict for this accelerator: h100, b200, rtx5090, a100, mi300x, cpu, sm90, gfx942.")
+        str | None,
+        typer.Option(
+            help="Predict for this accelerator: h100, b200, rtx5090, a100, mi300x, cpu, sm90, gfx942, or none for no "
+            "particular one (default: the one that is found here)."
+        ),
     ] = None,
     hf_overrides: Annotated[str | None, typer.Option(help="vLLM's --hf-overrides, a JSON object.")] = None,
+    revision: Annotated[str | None, typer.Option(help="The hub's branch, tag or commit to read (default: main).")] = None,
     across: Annotated[
         str | None, typer.Option(help="Compare versions, such as 0.12,0.16,0.32, for the command after `--`.")
     ] = None,
     context: Annotated[int, typer.Option(help="Show what a sequence of this many tokens takes.", min=1, max=MAX_NUMBER)] = 8192,
+    batched_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens computed at once (vLLM's --max-num-batched-tokens); windows need room for them.", min=0, max=MAX_NUMBER
+        ),
+    ] = 0,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the heads.", min=1, max=_MAX_RANKS)] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(help="Stages that share the layers.", min=1, max=_MAX_RANKS)] = 1,
+    data_parallel_size: Annotated[int, typer.Option(help="Replicas, each with a cache of its own.", min=1, max=_MAX_RANKS)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint declares about its KV cache and what vLLM will make of it. Starts nothing.
 
     Example: kvguard inspect ./my-model --across 0.16,0.22,0.32 -- vllm serve ./my-model --kv-cache-dtype bfloat16
     """
-    size = parse_size(memory, "--memory")
-    where = find_device(device) if device else None
+    ranks = Ranks(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
+    load = Load(memory=parse_size(memory, "--memory"), context=context, in_flight=batched_tokens, ranks=ranks)
+    engine = None if engine_version or across else _installed()
+    found_device = device_for(device, engine, os.environ)
+    where = found_device.device
     if across or command.args:
         given = {"--kv-cache-dtype": kv_cache_dtype, "--hf-overrides": hf_overrides}
-        show_across(model, across or engine_version or "", tuple(command.args), given, where, as_json=as_json)
+        show_across(model, across or engine_version or "", tuple(command.args), given, where, revision, as_json=as_json)
         return
     overrides = parse_object(hf_overrides.encode(), OVERRIDES) if hf_overrides else None
-    declared = declare(read_checkpoint(resolve_model(model, os.environ)), overrides)
-    version = engine_version or installed_version()
+    located = locate(model, os.environ, revision)
+    declared = declare(located.files, overrides)
+    version = engine_version or (engine.version if engine is not None else None) or None
     prediction = predict(version, kv_cache_dtype, declared, device=where) if version else None
     report = {
-        **inspection(declared, version, kv_cache_dtype, prediction, size, context),
+        **inspection(declared, version, kv_cache_dtype, prediction, load),
+        "hub": located.published and located.published.model_dump(mode="json"),
         "device": where and where.model_dump(),
+        "device_where": found_device.where,
         "cautions": [],
         "first_choice": None,
     }
@@ -83,7 +104,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        _print(report)
+        _print(report, load)
 
 
 def inspection(
@@ -91,13 +112,11 @@ def inspection(
     version: str | None,
     requested: str | None,
     prediction: Prediction | None,
-    memory: int,
-    context: int = 8192,
+    load: Load,
 ) -> dict[str, Any]:
     """The report as JSON: declared settings with where each was read, sizes, prediction and findings.
 
-    `memory` is bytes, `context` the tokens of a sequence; counts are plain arithmetic (an engine rounds down to whole
-    blocks).
+    Counts are plain arithmetic (an engine rounds down to whole blocks).
     """
     geometry = declared.geometry
     return {
@@ -122,10 +141,12 @@ def inspection(
             "invalid": list(declared.scales.invalid_layers),
         },
         "geometry": geometry.model_dump(mode="json", exclude={"layer_indices", "layer_types"}),
-        "memory_bytes": memory,
-        "context": context,
+        "memory_bytes": load.memory,
+        "context": load.context,
+        "batched_tokens": load.in_flight,
+        "ranks": {**load.ranks.model_dump(), "gpus": load.ranks.gpus},
         "state_bytes": state_bytes(geometry, declared.model_dtype),
-        "sizes": _sizes(declared, version, memory, context),
+        "sizes": sizes(declared, version, load),
         "engine_version": version,
         "kv_cache_dtype": requested,
         "prediction": None if prediction is None else prediction.model_dump(mode="json", exclude={"claims"}),
@@ -142,38 +163,21 @@ def _producer(declared: Declared) -> str | None:
     return " ".join(filter(None, (quantization.producer, quantization.producer_version)))
 
 
-def _sizes(declared: Declared, version: str | None, memory: int, context: int) -> list[dict[str, Any]]:
-    """Bytes per token and tokens by dtype: those this version accepts, and the model's own."""
-    values = accepted(version) if version else None
-    offered = None if values is None else {"fp8_e4m3" if value == "fp8" else value for value in values}
-    own = declared.model_dtype or "bfloat16"
-    sizes = []
-    for dtype in BYTES_DTYPES:
-        cost = bytes_per_token(declared.geometry, dtype)
-        if cost is None or dtype == "float32" or not (offered is None or dtype in offered or dtype == own):
-            continue
-        sequence = sequence_bytes(declared.geometry, dtype, context, declared.model_dtype)
-        batch = int(memory // sequence) if sequence else None
-        figures = {"bytes_per_token": cost, "tokens": int(memory // cost), "sequence_bytes": sequence, "batch": batch}
-        sizes.append({"dtype": dtype, **figures})
-    return sizes
+def _installed() -> Engine | None:
+    """The engine that `vllm` means here, None when there is none."""
+    try:
+        return find_engine()
+    except UsageError:
+        return None
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any], load: Load) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, width=160)
     for topic, text in _topics(report):
         console.print(f"{topic + ':':<22}{text}")
     if report["sizes"]:
-        memory, each = f"{report['memory_bytes']:,} bytes", f"GB for {report['context']:,} tokens"
-        table = Table("KV cache dtype", "bytes/token", f"tokens in {memory}", each, "such sequences", box=None)
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for size in report["sizes"]:
-            sequence = "unknown" if size["sequence_bytes"] is None else f"{size['sequence_bytes'] / 1e9:.3f}"
-            batch = "unknown" if size["batch"] is None else f"{size['batch']:,}"
-            table.add_row(size["dtype"], f"{size['bytes_per_token']:,.0f}", f"{size['tokens']:,}", sequence, batch)
         console.print()
-        console.print(table)
+        console.print(sizes_table(report["sizes"], load))
     console.print()
     for topic, text in _predicted(report):
         console.print(f"{topic + ':':<22}{text}")
@@ -203,6 +207,7 @@ def _topics(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("declared KV cache", declared),
         ("declared KV scales", tensors),
         ("attention", _attention(geometry)),
+        ("device", f"{report['device']['name'] if report['device'] else 'unknown'} ({report['device_where']})"),
     ]
 
 

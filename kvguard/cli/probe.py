@@ -125,7 +125,7 @@ def read_scales(path: Path) -> dict[str, Any]:
             raise UsageError(f"scales file {name}: not JSON: {error}") from error
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"scales file {name}{f' key {where}' if where else ''}: {first['msg']}") from None
+        raise UsageError(f"scales file {name}{f' key {printable(where)}' if where else ''}: {first['msg']}") from None
 
 
 def _watch(url: str, formats: list[dict[str, Any]], probes: int, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
@@ -23,9 +23,11 @@ from kvguard.guard.gate import Gate
 from kvguard.guard.lifecycle import Guard
 from kvguard.guard.prepare import Prepared, plan_for, prepare, raise_file_limit, stdout_is_terminal
 from kvguard.guard.reference_start import ReferenceStart, start_reference
+from kvguard.guard.refusals import place, recall
 from kvguard.guard.settings import SHADOW_IN_ENGINE, SHADOW_KEY, SHADOW_LAUNCH, SHADOW_OFF, Settings
 from kvguard.policy.models import OnViolation, Policy
 from kvguard.policy.parse import load_policy
+from kvguard.proxy.otlp import tracing_from
 from kvguard.proxy.server import DataPlane
 from kvguard.proxy.upstream import Upstream
 from kvguard.record.redact import redact_argv
@@ -37,6 +39,9 @@ from kvguard.shadow.settings import parse_settings
 from kvguard.telemetry.logging import configure
 from kvguard.verdict.checks import describe, violates
 from kvguard.vocabulary import Check, UsageError
+
+if TYPE_CHECKING:  # what it imports is an extra
+    from kvguard.proxy.tracing import Tracing
 
 log = structlog.get_logger("kvguard")
 _TERMINATION_LOG = Path("/dev/termination-log")
@@ -52,6 +57,13 @@ def serve(
     management_port: Annotated[int, typer.Option(help="Port for /livez /readyz /metrics /record /evidence.")] = 9464,
     record_dir: Annotated[
         Path | None, typer.Option(help="Where run records are written; default: $XDG_STATE_HOME/kvguard/records.")
+    ] = None,
+    refusals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Remember refusals here: a start in which nothing changed is refused again without loading the weights.",
+        ),
     ] = None,
     settle: Annotated[float, typer.Option(help="Seconds to keep accepting after SIGTERM.", min=0)] = 5.0,
     grace: Annotated[float, typer.Option(help="Seconds from SIGTERM to the end of everything.", min=1)] = 25.0,
@@ -101,6 +113,9 @@ def serve(
     ] = None,
     log_json: Annotated[bool, typer.Option(help="Write kvguard's own log as JSON lines.")] = False,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request, without its content.")] = False,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send spans of requests to this OTLP collector; needs kvguard[otel].")
+    ] = None,
 ) -> None:
     """Start vLLM behind kvguard: explicit KV dtype, proven from the tensors, or refused.
 
@@ -113,6 +128,7 @@ def serve(
     configure(json=log_json or None)
     argv = tuple(context.args)
     loaded = load_policy(policy) if policy is not None else None
+    tracing = tracing_from(otlp_endpoint, os.environ)
     raise_file_limit()
     become_subreaper()
     settings = Settings(
@@ -134,9 +150,13 @@ def serve(
         shadow_settings=parse_settings(shadow_set or ()),
     )
     prompts = load_prompts(calibration_prompts)
-    prepared = prepare(argv, loaded, os.environ, scales=scales, prompts=prompts)
+    prepared = prepare(argv, loaded, os.environ, scales=scales, prompts=prompts, hub=True)
     if calibrate and scales is None:
         prepared = calibrate_first(prepared, argv, loaded, prompts, settings)
+    if refusals is not None:
+        remembered = place(refusals, prepared, loaded, os.environ)
+        settings = settings.model_copy(update={"refusal": remembered})
+        prepared = prepared.model_copy(update={"checks": (*prepared.checks, *recall(remembered, loaded))})
     with RunDirectory(os.environ) as run_directory:
         plan = plan_for(prepared, run_directory, os.environ, colour=stdout_is_terminal())
         refused = refuses(prepared.checks, loaded)
@@ -162,6 +182,7 @@ def serve(
             management_port,
             reference,
             access_log,
+            tracing,
         )
     sys.exit(code)
 
@@ -261,6 +282,7 @@ def _run(
     management_port: int,
     reference: ReferenceStart | None,
     access_log: bool,
+    tracing: Tracing | None,
 ) -> int:
     """Open the two ports, live the engine's life, close them."""
     board = Board(Gate())
@@ -290,4 +312,5 @@ def _run(
         management_port=management_port,
         opens=not refused,
         access_log=access_log,
+        tracing=tracing,
     )

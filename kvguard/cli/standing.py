@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
@@ -31,6 +31,9 @@ from kvguard.shadow.runner import Shadow
 from kvguard.telemetry.metrics import GuardCollector, ProxyMetrics
 from kvguard.telemetry.shadow_metrics import ShadowCollector
 from kvguard.vocabulary import UsageError
+
+if TYPE_CHECKING:  # what it imports is an extra
+    from kvguard.proxy.tracing import Tracing
 
 _TERMINATION_LOG = Path("/dev/termination-log")
 
@@ -59,6 +62,7 @@ def stand(
     management_port: int,
     opens: bool = True,
     access_log: bool = False,
+    tracing: Tracing | None = None,
 ) -> int:
     """Open the API port and the management port, live the life that `make` gives, close them. Returns the exit code.
 
@@ -105,7 +109,7 @@ def stand(
         _api_socket(listen) as listener,
         _management_socket(management_host or listen.host, management_port) as management,
     ):
-        forwarder = Forwarder(board.gate, upstream, observer, Limits(), access_log=access_log)
+        forwarder = Forwarder(board.gate, upstream, observer, Limits(), access_log=access_log, tracing=tracing)
         return asyncio.run(live(DataPlane(forwarder, [listener], _tls(listen)), management))
 
 

@@ -7,14 +7,14 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from kvguard.checkpoint.json_config import MAX_CONFIG_BYTES, kind, one_line, strict_json
 from kvguard.checkpoint.mistral import PARAMS
-from kvguard.checkpoint.models import CheckpointFiles, SafetensorsHeader
+from kvguard.checkpoint.models import CheckpointFiles, SafetensorsHeader, TensorInfo
 from kvguard.checkpoint.safetensors_header import decode_floats, header_length, parse_header
 from kvguard.checkpoint.scales import MAX_SCALE_BYTES
 from kvguard.facts.scale_names import scale_name
@@ -30,10 +30,16 @@ _SCALES_FILE_BYTES = 64 << 20
 _HEAD_BYTES = 1 << 20
 _CHUNK = 1 << 20
 
+TEXTS = (".json", ".jinja", ".model")
+"""How the names of files end that are digested whole."""
+
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_REVISION = re.compile(r"\w[\w./-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""A hub revision that names one commit, and can never mean another."""
 
 
 class FileDigest(Frozen):
@@ -46,11 +52,23 @@ class FileDigest(Frozen):
     kind: Literal["full", "header_and_size", "hub_blob"]
 
 
-def resolve_model(name: str, env: Mapping[str, str]) -> str:
-    """The local directory a model name means: itself when it is one, else its snapshot in the local hub cache.
+def resolve_model(name: str, env: Mapping[str, str], revision: str | None = None) -> str:
+    """The local directory a model name means, see `local_model`. UsageError when there is none: nothing is downloaded."""
+    directory = local_model(name, env, revision)
+    if directory is None:
+        at = f" at revision {one_line(revision)!r}" if revision else ""
+        raise UsageError(
+            f"model {one_line(name)!r}{at}: no such directory, and not in the local hub cache {hub_cache(env)}; "
+            "a local model directory is needed (nothing is downloaded)"
+        )
+    return directory
 
-    The cache is `$HF_HUB_CACHE`, `$HF_HOME/hub` or `~/.cache/huggingface/hub`; the snapshot is what refs/main names.
-    UsageError when there is neither: nothing is downloaded.
+
+def local_model(name: str, env: Mapping[str, str], revision: str | None = None) -> str | None:
+    """The local directory a model name means: itself when it is one, else its snapshot in the local hub cache, or None.
+
+    The cache is `$HF_HUB_CACHE`, `$HF_HOME/hub` or `~/.cache/huggingface/hub`; the snapshot is what refs/REVISION names
+    ("main" by default), or REVISION where that is a commit. UsageError for what is no name.
     """
     if "\0" in name or not name:
         raise UsageError(f"model {one_line(name)!r}: a local model directory is needed")
@@ -58,22 +76,20 @@ def resolve_model(name: str, env: Mapping[str, str]) -> str:
         return name
     if os.path.lexists(name):
         raise UsageError(f"{one_line(name)}: not a directory; a local model directory is needed")
-    if _HUB_NAME.fullmatch(name) and ".." not in name:
-        cache = _hub_cache(env) / f"models--{name.replace('/', '--')}"
-        try:
-            revision = _read_small(str(cache / "refs" / "main"), 4096).decode("ascii", "replace").strip()
-        except UsageError:
-            revision = ""
-        snapshot = cache / "snapshots" / revision
-        if re.fullmatch(r"\w[\w.-]*", revision) and ".." not in revision and snapshot.is_dir():
-            return str(snapshot)
-    raise UsageError(
-        f"model {one_line(name)!r}: no such directory, and not in the local hub cache {_hub_cache(env)}; "
-        "a local model directory is needed (nothing is downloaded)"
-    )
+    revision = revision or "main"
+    if not _HUB_NAME.fullmatch(name) or ".." in name or not _REVISION.fullmatch(revision) or ".." in revision:
+        return None
+    cache = hub_cache(env) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = _read_small(str(cache / "refs" / revision), 4096).decode("ascii", "replace").strip()
+    except UsageError:
+        commit = revision if COMMIT.fullmatch(revision) else ""
+    snapshot = cache / "snapshots" / commit
+    return str(snapshot) if re.fullmatch(r"\w[\w.-]*", commit) and ".." not in commit and snapshot.is_dir() else None
 
 
-def _hub_cache(env: Mapping[str, str]) -> Path:
+def hub_cache(env: Mapping[str, str]) -> Path:
+    """Where huggingface-hub keeps what it downloaded."""
     if env.get("HF_HUB_CACHE"):
         return Path(env["HF_HUB_CACHE"])
     home = env.get("HF_HOME") or str(Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "/"), ".cache"), "huggingface"))
@@ -89,14 +105,35 @@ def read_checkpoint(directory: str) -> CheckpointFiles:
     header and the KV scales' bytes are read. UsageError, naming the file, for a missing directory or config, and for
     unreadable, irregular, oversized or broken files.
     """
-    names = _listing(directory)
+    return gather(
+        directory,
+        _listing(directory),
+        lambda name, limit: _read_small(os.path.join(directory, name), limit),
+        lambda shards: [_read_safetensors(directory, name) for name in shards],
+    )
+
+
+Weights = tuple[SafetensorsHeader, dict[str, tuple[float, ...]]]
+"""A weight file's header, and the values of the KV scales in it by tensor."""
+
+
+def gather(
+    place: str,
+    names: Sequence[str],
+    read: Callable[[str, int], bytes],
+    weights: Callable[[Sequence[str]], Sequence[Weights]],
+) -> CheckpointFiles:
+    """As `read_checkpoint`, from files that are elsewhere: `place` is named in errors, `names` are all that there are.
+
+    `read` gives a small file's bytes, at most so many; `weights` what is read of each weight file.
+    """
     consolidated = [name for name in names if name.startswith("consolidated") and name.endswith(".safetensors")]
     native = bool(consolidated) and PARAMS in names
     if "config.json" not in names and not native:
-        raise UsageError(f"{one_line(directory)}: no config.json; a Hugging Face model directory is needed")
+        raise UsageError(f"{one_line(place)}: no config.json; a Hugging Face model directory is needed")
 
     def small(name: str, limit: int) -> bytes | None:
-        return _read_small(os.path.join(directory, name), limit) if name in names else None
+        return read(name, limit) if name in names else None
 
     config = small("config.json", MAX_CONFIG_BYTES)
     index_name = f"consolidated.{INDEX.removeprefix('model.')}" if consolidated else INDEX
@@ -106,17 +143,16 @@ def read_checkpoint(directory: str) -> CheckpointFiles:
         shards = _named_by_index(index, frozenset(names), index_name)
     headers = []
     values: dict[str, tuple[float, ...]] = {}
-    for name in shards:
-        header, found = _read_safetensors(directory, name)
+    for header, found in weights(shards):
         headers.append(header)
         values.update(found)
     return CheckpointFiles(
-        directory=directory,
+        directory=place,
         config_json=config,
         params_json=small(PARAMS, MAX_CONFIG_BYTES) if native else None,
         hf_quant_config_json=small("hf_quant_config.json", MAX_CONFIG_BYTES),
         index_json=index,
-        has_chat_template=_has_chat_template(directory, names),
+        has_chat_template=_has_chat_template(names, read),
         safetensors=tuple(headers),
         scale_values=values,
         other_weights=tuple(name for name in names if name.endswith(_OTHER_WEIGHTS) and name not in _NOT_WEIGHTS),
@@ -197,28 +233,36 @@ def _named_by_index(index: bytes, present: frozenset[str], index_name: str = IND
     return sorted(files)
 
 
-def _read_safetensors(directory: str, name: str) -> tuple[SafetensorsHeader, dict[str, tuple[float, ...]]]:
+def _read_safetensors(directory: str, name: str) -> Weights:
     with _opened(os.path.join(directory, name)) as (descriptor, size):
         first = _read_at(descriptor, 8, 0)
         length = header_length(first, name, size)
         header = parse_header(first + _read_at(descriptor, length, 8), name, size)
         values = {}
-        for tensor, info in header.tensors.items():
-            if info.end - info.start <= MAX_SCALE_BYTES and scale_name(tensor) is not None:
-                data = _read_at(descriptor, info.end - info.start, header.header_bytes + info.start)
-                decoded = decode_floats(info, data)
-                if decoded is not None:
-                    values[tensor] = decoded
+        for tensor, info in scale_tensors(header).items():
+            data = _read_at(descriptor, info.end - info.start, header.header_bytes + info.start)
+            decoded = decode_floats(info, data)
+            if decoded is not None:
+                values[tensor] = decoded
         return header, values
 
 
-def _has_chat_template(directory: str, names: list[str]) -> bool:
+def scale_tensors(header: SafetensorsHeader) -> dict[str, TensorInfo]:
+    """The KV scales of a weight file that are small enough to be read."""
+    return {
+        name: info
+        for name, info in header.tensors.items()
+        if info.end - info.start <= MAX_SCALE_BYTES and scale_name(name) is not None
+    }
+
+
+def _has_chat_template(names: Sequence[str], read: Callable[[str, int], bytes]) -> bool:
     if "chat_template.jinja" in names or "chat_template.json" in names:
         return True
     if "tokenizer_config.json" not in names:
         return False
     try:
-        data = _read_small(os.path.join(directory, "tokenizer_config.json"), MAX_TOKENIZER_CONFIG_BYTES)
+        data = read("tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
         value = strict_json(data, "tokenizer_config.json")
     except UsageError:
         return False
@@ -232,10 +276,23 @@ def digest_files(directory: str, files: CheckpointFiles) -> tuple[FileDigest, ..
     cache's own sha256 for a weight file that links into its blobs. UsageError when a file cannot be read any more.
     """
     headers = {header.file: header for header in files.safetensors}
-    texts = [name for name in _listing(directory) if name.endswith((".json", ".jinja", ".model"))]
+    texts = [name for name in _listing(directory) if name.endswith(TEXTS)]
     digests = [_digest_text(directory, name) for name in texts]
     digests += [_digest_weights(directory, name, headers.get(name)) for name in (*headers, *files.other_weights)]
     return tuple(sorted(digests, key=lambda digest: digest.name))
+
+
+def digest_of(name: str, content: bytes, header: SafetensorsHeader | None, *, weights: bool) -> FileDigest:
+    """The digest of a file whose content is at hand, as `digest_files` gives it; `header` is that of safetensors."""
+    scales_only = header is not None and _scales_only(header, len(content))
+    if weights and not scales_only:
+        return _head_and_size(name, content[: header.header_bytes if header else _HEAD_BYTES], len(content))
+    return FileDigest(name=name, sha256=hashlib.sha256(content).hexdigest(), kind="full")
+
+
+def _scales_only(header: SafetensorsHeader, size: int) -> bool:
+    """Whether a weight file holds KV scales alone, few enough to be read whole."""
+    return bool(header.tensors) and all(scale_name(tensor) for tensor in header.tensors) and size <= _SCALES_FILE_BYTES
 
 
 def _digest_text(directory: str, name: str) -> FileDigest:
@@ -254,8 +311,7 @@ def _digest_weights(directory: str, name: str, header: SafetensorsHeader | None)
     with _opened(path) as (descriptor, size):
         if header is None:
             return _head_and_size(name, _read_at(descriptor, _HEAD_BYTES, 0), size)
-        only_scales = header.tensors and all(scale_name(tensor) for tensor in header.tensors)
-        if only_scales and size <= _SCALES_FILE_BYTES:
+        if _scales_only(header, size):
             return FileDigest(name=name, sha256=_sha256(descriptor), kind="full")
         return _head_and_size(name, _read_at(descriptor, header.header_bytes, 0), size)
 

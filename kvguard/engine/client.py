@@ -59,6 +59,15 @@ class EvidenceAnswer:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When a stream's events with text came, in seconds from the request's start, and the usage at its end."""
+
+    times: tuple[float, ...] = ()
+    usage: Mapping[str, int] | None = None
+    problem: str = ""
+
+
 class EngineClient:
     """Requests to one engine.
 
@@ -125,6 +134,27 @@ class EngineClient:
     async def post(self, path: str, body: dict[str, Any], deadline: float = _COMPLETION_DEADLINE) -> Answer:
         """POST a JSON document and read the JSON answer, within `deadline` seconds in all."""
         return _as_json(await self._request("POST", path, deadline=deadline, content=json.dumps(body).encode()))
+
+    async def arrivals(self, path: str, body: dict[str, Any], deadline: float = _COMPLETION_DEADLINE) -> Arrivals:
+        """POST a JSON document that asks for a stream of events, and note when each comes."""
+        times: list[float] = []
+        usage: Mapping[str, int] | None = None
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        try:
+            async with asyncio.timeout(deadline), self._http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    return Arrivals(problem=_as_json(Answer(response.status_code, await response.aread())).problem)
+                async for line in response.aiter_lines():
+                    event = _event(line)
+                    if event.get("choices"):
+                        times.append(clock() - begun)
+                    usage = _usage(event) or usage
+        except TimeoutError:
+            return Arrivals(tuple(times), usage, f"{path}: no end within {deadline:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            return Arrivals(tuple(times), usage, f"{path}: {type(error).__name__}: {str(error) or 'connection lost'}")
+        return Arrivals(tuple(times), usage)
 
     async def evidence(self, secret: str, nonce: str, deadline: float = EVIDENCE_DEADLINE) -> EvidenceAnswer:
         """Ask the reader inside every worker what its KV cache is."""
@@ -254,6 +284,22 @@ def _as_json(answer: Answer) -> Answer:
             return Answer(status=answer.status, error=f"HTTP 200 with a body that is not JSON: {_message(answer.body)}")
         return answer
     return Answer(status=answer.status, body=body, headers=answer.headers)
+
+
+def _event(line: str) -> dict[str, Any]:
+    """The JSON object of a server-sent event's line; empty for any other line."""
+    try:
+        found = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _usage(event: Mapping[str, Any]) -> Mapping[str, int] | None:
+    """The usage of an event whose counts are whole numbers."""
+    usage = event.get("usage")
+    counts = ("prompt_tokens", "completion_tokens")
+    return usage if isinstance(usage, dict) and all(isinstance(usage.get(name), int) for name in counts) else None
 
 
 def _message(body: Json) -> str:

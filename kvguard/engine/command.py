@@ -16,6 +16,7 @@ import yaml
 
 from kvguard.facts.cli_flags import AmbiguousFlagError, FlagTable, table_for
 from kvguard.facts.kv_dtypes import calculate_kv_scales_status
+from kvguard.files import printable
 from kvguard.vocabulary import Claim, Frozen, Source, Stage, UsageError
 
 _NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")
@@ -234,7 +235,7 @@ def _scan(arguments: Sequence[str], table: FlagTable) -> Iterator[FlagUse | tupl
             index += 1
             continue
         spelled, equals, attached = token.partition("=")
-        where = f"argument {index + 1} `{token if len(token) < 80 else spelled}`"
+        where = f"argument {index + 1} `{printable(token if len(token) < 80 else spelled)}`"
         name, nargs = _resolve(spelled, where, table)
         following = 0
         while index + 1 + following < len(arguments) and not _is_flag(arguments[index + 1 + following]):
@@ -246,7 +247,7 @@ def _scan(arguments: Sequence[str], table: FlagTable) -> Iterator[FlagUse | tupl
             taken = {"0": 0, "1": min(1, following), "?": min(1, following), "+": following, "*": following}.get(nargs, 0)
             values = tuple(arguments[index + 1 : index + 1 + taken])
             if taken == 0 and nargs in ("1", "+"):
-                raise UsageError(f"{where}: vLLM's {name} expects a value")
+                raise UsageError(f"{where}: vLLM's {printable(name)} expects a value")
         yield FlagUse(name=name, values=values, where=where, source=Source.COMMAND_LINE, start=index, count=1 + taken)
         index += 1 + taken
 
@@ -269,7 +270,7 @@ def _resolve(spelled: str, where: str, table: FlagTable) -> tuple[str, str]:
         name = table.resolve(spelled)
     except AmbiguousFlagError as error:
         verdict = f"vLLM {table.version} would reject it" if table.exact else "write the flag in full"
-        raise UsageError(f"{where}: ambiguous, {error}; {verdict}") from error
+        raise UsageError(f"{where}: ambiguous, {printable(str(error))}; {verdict}") from error
     if name is None:
         if table.exact:
             near = table.suggestion(spelled)
@@ -282,27 +283,28 @@ def _resolve(spelled: str, where: str, table: FlagTable) -> tuple[str, str]:
 
 
 def _load_yaml(path: str, read: Callable[[str], bytes]) -> dict[str, Any]:
+    name = printable(path)
     if path.rpartition(".")[2] not in ("yaml", "yml"):
-        raise UsageError(f"--config {path}: vLLM reads files named .yaml or .yml only")
+        raise UsageError(f"--config {name}: vLLM reads files named .yaml or .yml only")
     data = read(path)
     if len(data) > _YAML_LIMIT:
-        raise UsageError(f"{path}: {len(data)} bytes; a vLLM --config file of more than 1 MiB is not read")
+        raise UsageError(f"{name}: {len(data)} bytes; a vLLM --config file of more than 1 MiB is not read")
     try:
         parsed = yaml.safe_load(data)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise UsageError(f"{path}{place}: not valid YAML: {problem}") from error
+        raise UsageError(f"{name}{place}: not valid YAML: {problem}") from error
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
-        raise UsageError(f"{path}: a vLLM --config file must be a mapping of flag names to values")
+        raise UsageError(f"{name}: a vLLM --config file must be a mapping of flag names to values")
     return parsed
 
 
 def _yaml_uses(path: str, data: dict[str, Any], table: FlagTable) -> Iterator[FlagUse]:
     """The file's keys as flag uses, as vLLM expands them (true: bare flag; false: off; maps: JSON)."""
     for key, value in data.items():
-        where = f"{path}: {key}"
+        where = f"{printable(path)}: {printable(key)}"
         if key in ("model", "model_tag"):
             continue
         name, _ = _resolve("--" + key, where, table)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from kvguard.vocabulary import Frozen, UsageError
 
@@ -80,7 +80,7 @@ def _complete(executable: Path) -> bool:
 def _sort_key(name: str) -> Version:
     try:
         return Version(name)
-    except InvalidVersion:
+    except ValueError:
         return Version("0")
 
 
@@ -131,7 +131,7 @@ def describe(executable: str, python: str) -> Engine:
     package, full, python_version = words
     try:
         public = Version(full).public
-    except InvalidVersion:
+    except ValueError:
         public = ""
     return Engine(
         executable=executable,

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from kvguard.checkpoint.models import Declared
 from kvguard.engine.command import Command, FlagUse, as_int
+from kvguard.engine.hub import Published
 from kvguard.engine.resolve import Resolution
 from kvguard.facts.launch_modes import LaunchMode, launch_modes
 from kvguard.verdict.runtime_scales import RuntimeScales
@@ -124,12 +125,14 @@ def make_plan(
     colour: bool,
     name: str = "engine",
     runtime: RuntimeScales | None = None,
+    published: Published | None = None,
 ) -> Plan:
     """The command to run, with its environment and the files it needs.
 
     `executable` replaces the words that named vLLM by absolute paths; `free_port` is given to the engine, which
     listens on the Unix socket only; `colour` says whether our own standard output is a terminal. `name` is that of the
     socket, and keeps the files of two engines in one run directory apart. `runtime`: how it gets runtime scales.
+    `published`: where the checkpoint was read, if not on this disk.
     """
     edits = _Edits(command)
     socket = str(run_directory / f"{name}.sock")
@@ -155,6 +158,13 @@ def make_plan(
         edits.configure("api-key", list(keys))
         edits.note("--api-key moved to a private --config file", "arguments are visible to every user of the machine")
 
+    if published is not None and command.value("--revision") != published.commit:
+        edits.drop("--revision")
+        edits.add("--revision", published.commit)
+        edits.note(
+            f"--revision {published.commit}",
+            f"the files read on {published.endpoint} are those that are downloaded; {published.revision} may move",
+        )
     _state_dtype(edits, resolution, declared)
     if runtime is not None and not runtime.problem:
         _state_scales(edits, command, runtime)

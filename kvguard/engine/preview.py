@@ -17,7 +17,8 @@ from kvguard.facts.devices import Device
 from kvguard.facts.versions import EXAMINED, KNOWN, examined
 from kvguard.policy.models import Policy, ScalesRule
 from kvguard.verdict.before_start import judge_before_start
-from kvguard.vocabulary import Check, CheckResult, Frozen, UsageError
+from kvguard.verdict.runtime_scales import RuntimeScales
+from kvguard.vocabulary import Check, CheckResult, Frozen, ScaleState, UsageError
 
 
 class Outcome(Frozen):
@@ -126,9 +127,11 @@ def judge_statically(
     read: Callable[[str], bytes],
     env: Mapping[str, str],
     device: Device | None = None,
+    runtime: Callable[[Command, Declared, Resolution], RuntimeScales | None] | None = None,
 ) -> StaticVerdict:
     """The checks before a start, from the command, the files and this version's facts.
 
+    `runtime` decides how runtime scales are had, None where they are not wanted; without it that is left to the start.
     UsageError for what vLLM's parser would reject, and for launch modes that are not guarded.
     """
     words = split_words(argv)
@@ -143,6 +146,10 @@ def judge_statically(
     block: Any = written.get("quantization_config") or written.get("compression_config") or {}
     platform = device.platform if device else None
     resolution = resolve(command, version, declared, policy, block if isinstance(block, dict) else {}, platform=platform)
+    decided = runtime(command, declared, resolution) if runtime is not None else None
+    if decided is not None and not decided.problem:
+        promised = resolution.prediction.model_copy(update={"scales": ScaleState.RUNTIME_ONCE})
+        resolution = resolution.model_copy(update={"prediction": promised})
     checks = judge_before_start(
         policy,
         prediction=resolution.prediction,
@@ -155,6 +162,7 @@ def judge_statically(
         engine_version=version,
         typed_skip_layers=command.values("--kv-cache-dtype-skip-layers"),
         calculate_kv_scales=command.present("--calculate-kv-scales"),
+        runtime=decided,
     )
     more = [_start_check(command, version, declared, resolution, device)]
     wants_runtime = policy is not None and policy.kv_cache.scales is ScalesRule.RUNTIME

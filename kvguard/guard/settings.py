@@ -27,6 +27,7 @@ class Settings(Frozen):
     `start_timeout`: from the engine's start to its first healthy answer; None waits, as an orchestrator's startup
     probe does. `refresh`: how often the engine's metrics are read. `reverify`: how often the cache is verified again while
     serving (default 60; 0: only on signs of change). `restart_timeout`: how long an attached engine may be away; None waits.
+    `refusal`: where a refusal of this start by its evidence is remembered (see `refusals`); None: nowhere.
     `shadow`: which reference probes live traffic: off (the default, because a pass stalls every stream for its
     duration), in-engine, launch (an engine of our own, handed to the guard), or the URL or Unix socket of a 16-bit engine
     behind kvguard. `shadow_record`: the run record of that one, a file, a directory or a URL; "" when none is named.
@@ -42,6 +43,7 @@ class Settings(Frozen):
     restart_timeout: float | None = None
     record_directory: Path
     termination_log: Path | None = None
+    refusal: Path | None = None
     shadow: str = SHADOW_OFF
     shadow_record: str = ""
     shadow_key: str = Field(default="", repr=False)

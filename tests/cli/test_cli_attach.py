@@ -115,6 +115,17 @@ def test_requests_pass_with_the_four_headers_and_sigterm_leaves_the_engine(
     assert httpx.get(f"{engine.url}/health", trust_env=False, timeout=60).status_code == 200
 
 
+def test_the_access_log_has_a_line_for_each_request(engine: PlainEngine, attach: Callable[..., Attach]) -> None:
+    run = attach("--engine", engine.url, "--kv-bytes", "1GiB", "--reverify", "0", "--access-log", policy="{}")
+    run.wait_ready()
+    url, names = f"http://127.0.0.1:{run.port}/v1/completions", {"x-request-id": "r1"}
+    assert httpx.post(url, json={"prompt": "canary"}, headers=names, trust_env=False, timeout=60).status_code == 200
+    run.until(lambda: "request_id=r1" in run.err)
+    [line] = [line for line in run.err.splitlines() if " request  " in line]
+    assert "method=POST path=/v1/completions status=200 outcome=ok" in line
+    assert "canary" not in run.err
+
+
 def test_a_refusal_is_exit_3_and_one_line_to_the_orchestrator(engine: PlainEngine, attach: Callable[..., Attach]) -> None:
     run = attach("--engine", engine.url, "--kv-bytes", "1GiB", policy="kv_cache: {dtype: 16bit}\n")
     assert run.process.wait(120) == 3
@@ -131,6 +142,7 @@ def test_a_refusal_is_exit_3_and_one_line_to_the_orchestrator(engine: PlainEngin
         (("--engine", "http://127.0.0.1:1", "--log", "/none/engine.log"), "engine log /none/engine.log: cannot be read"),
         (("--engine", "http://127.0.0.1:1", "--kv-bytes", "lots"), "--kv-bytes 'lots': not a size"),
         (("--engine", "http://127.0.0.1:1", "--ssl-keyfile", "k.pem"), "TLS needs --ssl-certfile as well"),
+        (("--engine", "http://127.0.0.1:1", "--otlp-endpoint", "collector:4318"), "required is an http or https URL"),
         (("--engine", "http://127.0.0.1:1", "--management-host", "no.such.host.invalid"), "the host has no address"),
     ],
 )

@@ -8,9 +8,19 @@ from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, f32, scales, write
 from kvguard.cli import inspect as module
 from kvguard.cli.inspect import inspect
 from kvguard.cli.sizes import parse_size
+from kvguard.engine.find import Engine
 from kvguard.vocabulary import UsageError
 
 app = typer.Typer()
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch, tmp_path_factory):
+    """No tools that would name an accelerator, and no engine."""
+    monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("bin")))
+    monkeypatch.setattr(module, "_installed", lambda: None)
+
+
 app.command(context_settings={"allow_extra_args": True})(inspect)
 
 
@@ -69,12 +79,77 @@ def test_only_dtypes_of_that_version_are_listed(tmp_path):
 
 
 def test_without_an_engine_the_version_is_unknown(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "installed_version", lambda: None)
     directory = write(tmp_path, SMOLLM2)
     assert report(directory)["prediction"] is None
     assert "give --engine-version" in run(directory).stdout
-    monkeypatch.setattr(module, "installed_version", lambda: "0.32.0")
-    assert report(directory)["engine_version"] == "0.32.0"
+    engine = Engine(
+        executable="/e/vllm",
+        python="/e/python",
+        version="0.32.0",
+        package="vllm",
+        full_version="0.32.0+cpu",
+        python_version="3.11.2",
+    )
+    monkeypatch.setattr(module, "_installed", lambda: engine)
+    found = report(directory)
+    assert (found["engine_version"], found["device"]["name"]) == ("0.32.0", "cpu")
+    assert "device:               cpu (vllm 0.32.0+cpu is a CPU build)" in run(directory).stdout
+    assert report(directory, "--device", "none")["device"] is None
+
+
+def test_the_device_found_here_is_predicted_for(tmp_path, monkeypatch):
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA B200, 10.0'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent))
+    directory = write(tmp_path / "model", SMOLLM2)
+    shown = run(directory, "--engine-version", "0.32.0").stdout
+    assert "device:               b200 (nvidia-smi)" in shown
+    assert "vLLM 0.32.0 on b200:" in shown
+    named = report(directory, "--engine-version", "0.32.0", "--device", "t4")
+    assert (named["device"]["name"], named["device_where"]) == ("t4", "--device")
+
+
+def test_no_device_found_is_unknown_and_says_why(tmp_path):
+    directory = write(tmp_path, SMOLLM2)
+    found = report(directory, "--engine-version", "0.32.0")
+    assert found["device"] is None
+    assert "no nvidia-smi" in found["device_where"]
+    assert "device:               unknown (no nvidia-smi" in run(directory, "--engine-version", "0.32.0").stdout
+
+
+def test_one_gpu_of_several(tmp_path):
+    directory = write(tmp_path, SMOLLM2)
+    options = ("--engine-version", "0.32.0", "--tensor-parallel-size", "6", "--data-parallel-size", "2")
+    found = report(directory, *options)
+    assert found["ranks"] == {"tensor": 6, "pipeline": 1, "data": 2, "gpus": 12}
+    wide = next(size for size in found["sizes"] if size["dtype"] == "bfloat16")
+    # Three KV heads on six ranks: each rank stores one, so each head is stored twice.
+    assert (wide["bytes_per_token"], wide["bytes_per_token_per_gpu"]) == (23_040, 7_680)
+    assert wide["tokens"] == 2 * ((1 << 30) // 7_680)
+    assert wide["sequence_bytes_per_gpu"] == 8192 * 7_680
+    assert wide["batch"] == 2 * ((1 << 30) // (8192 * 7_680))
+    shown = run(directory, *options).stdout
+    assert "on one GPU" in shown
+    assert "tokens in 1,073,741,824 bytes a GPU" in shown
+    assert "on one GPU" not in run(directory, "--engine-version", "0.32.0").stdout
+
+
+def test_ranks_that_are_not_modelled_are_unknown(tmp_path):
+    directory = write(tmp_path, SMOLLM2)
+    options = ("--engine-version", "0.32.0", "--tensor-parallel-size", "2")
+    wide = next(size for size in report(directory, *options)["sizes"] if size["dtype"] == "bfloat16")
+    assert (wide["bytes_per_token_per_gpu"], wide["tokens"], wide["batch"]) == (None, None, None)
+    assert "unknown" in run(directory, *options).stdout
+
+
+def test_windows_need_room_for_what_is_computed(tmp_path):
+    directory = write(tmp_path, {**SMOLLM2, "sliding_window": 1024})
+    options = ("--engine-version", "0.32.0", "--context", "8192")
+    plain, more = (report(directory, *options, "--batched-tokens", str(count))["sizes"][0] for count in (0, 2048))
+    assert plain["sequence_bytes"] == 1024 * plain["bytes_per_token"]
+    assert more["sequence_bytes"] == (1024 + 2048) * more["bytes_per_token"]
 
 
 def test_bad_input_is_a_usage_error(tmp_path):
