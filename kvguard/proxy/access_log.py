@@ -1,4 +1,4 @@
-"""One structured line for each request, without what was asked or answered: no bodies, no query, no credentials.
+"""Lines about requests: one for each if wanted, and one for each that the engine failed. Never what was asked or answered.
 
 Lines are written by a thread of their own, so that a standard error that nobody reads holds up no request; what it cannot
 take is dropped and counted in the next line.
@@ -7,63 +7,48 @@ take is dropped and counted in the next line.
 from __future__ import annotations
 
 import re
-import threading
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import structlog
 
 from kvguard.proxy.asgi import Scope
+from kvguard.proxy.backlog import Backlog
 from kvguard.proxy.exchange import Exchange
 from kvguard.proxy.headers import REQUEST_ID
 
 log = structlog.get_logger("kvguard")
 
-_MOST_WAITING = 10_000
 _MOST_CHARACTERS = 200
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class AccessLog:
-    """`write` from the data plane's loop; the thread runs from `start` to `close`."""
+class Lines:
+    """`info` and `warning` from the data plane's loop, where they return at once; the thread runs from `start` to `close`."""
 
     def __init__(self) -> None:
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._backlog: Backlog[tuple[str, str, dict[str, Any]]] = Backlog("kvguard-request-log", _write)
         self._dropped = 0
-        self._something = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvguard-access-log", daemon=True)
+        self.start = self._backlog.start
+        self.close = self._backlog.close
 
-    def start(self) -> None:
-        """Begin to write."""
-        self._thread.start()
+    def info(self, event: str, **entry: Any) -> None:
+        """A line of level info."""
+        self._put("info", event, entry)
 
-    def write(self, entry: dict[str, Any]) -> None:
-        """Hand over one line; returns at once."""
-        if len(self._waiting) >= _MOST_WAITING:
-            self._dropped += 1
-            return
+    def warning(self, event: str, **entry: Any) -> None:
+        """A line of level warning."""
+        self._put("warning", event, entry)
+
+    def _put(self, level: str, event: str, entry: dict[str, Any]) -> None:
         if self._dropped:
-            entry["dropped_before"], self._dropped = self._dropped, 0
-        self._waiting.append(entry)
-        if not self._something.is_set():
-            self._something.set()
+            entry["dropped_before"] = self._dropped
+        self._dropped = 0 if self._backlog.put((level, event, entry)) else self._dropped + 1
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is left, as far as somebody reads it."""
-        self._closed = True
-        self._something.set()
-        self._thread.join(timeout_s)
 
-    def _run(self) -> None:
-        while True:
-            self._something.wait()
-            self._something.clear()
-            while self._waiting:
-                log.info("request", **self._waiting.popleft())
-            if self._closed:
-                return
+def _write(line: tuple[str, str, dict[str, Any]]) -> None:
+    level, event, entry = line
+    getattr(log, level)(event, **entry)
 
 
 def identity(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

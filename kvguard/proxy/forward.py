@@ -6,21 +6,22 @@ are those of any request, and it is in flight until it closes.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
-from typing import Protocol
-
-import structlog
+from typing import TYPE_CHECKING, Protocol
 
 from kvguard.guard.gate import Gate
 from kvguard.guard.surface import Tap
-from kvguard.proxy.access_log import AccessLog, line
+from kvguard.proxy.access_log import Lines, line
 from kvguard.proxy.asgi import Receive, Scope, Send
-from kvguard.proxy.exchange import Exchange, Outcome
+from kvguard.proxy.ending import Outcome
+from kvguard.proxy.exchange import Exchange
 from kvguard.proxy.paths import route_label
 from kvguard.proxy.upstream import Client, Limits, Upstream
 
-log = structlog.get_logger(__name__)
+if TYPE_CHECKING:  # what it imports is an extra
+    from kvguard.proxy.tracing import Tracing
 
 
 class Observer(Protocol):
@@ -67,7 +68,14 @@ class Forwarder:
     """The ASGI app. Its HTTP client lives from lifespan startup to lifespan shutdown, on the serving loop."""
 
     def __init__(
-        self, gate: Gate, upstream: Upstream, observer: Observer, limits: Limits | None = None, *, access_log: bool = False
+        self,
+        gate: Gate,
+        upstream: Upstream,
+        observer: Observer,
+        limits: Limits | None = None,
+        *,
+        access_log: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self.gate = gate
         self.upstream = upstream
@@ -76,7 +84,9 @@ class Forwarder:
         self.in_flight = InFlight()
         self.tap: Tap | None = None
         self._client: Client | None = None
-        self._access_log = AccessLog() if access_log else None
+        self._lines = Lines()
+        self._access_log = access_log
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI scope."""
@@ -91,10 +101,13 @@ class Forwarder:
         if self._client is None:
             raise RuntimeError("the forwarder needs the ASGI lifespan protocol")
         route = route_label(scope["path"])
-        exchange = Exchange(self.gate, self._client, self.limits, scope=scope, receive=receive, send=send)
+        span = None
+        if self._tracing is not None:
+            span, scope = self._tracing.begin(scope, route)
+        on_first_byte = partial(self.observer.first_byte, route)
+        exchange = Exchange(self.gate, self._client, self.limits, scope, receive, send, on_first_byte)
         self.in_flight.enter()
         self.observer.request_started(route)
-        exchange.on_first_byte = partial(self.observer.first_byte, route)
         try:
             await exchange.run()
             if exchange.status == _OK and exchange.outcome is Outcome.OK:
@@ -102,10 +115,12 @@ class Forwarder:
         finally:
             self.observer.finished(route, scope["method"], exchange.status, exchange.elapsed(), exchange.outcome)
             self.in_flight.leave()
-            if self._access_log is not None:
-                self._access_log.write(line(scope, exchange))
+            if self._access_log:
+                self._lines.info("request", **line(scope, exchange))
             if exchange.failure:
-                log.warning("engine failed a request", route=route, status=exchange.status, failure=exchange.failure)
+                self._lines.warning("engine failed a request", route=route, status=exchange.status, failure=exchange.failure)
+            if span is not None and self._tracing is not None:
+                self._tracing.end(span, exchange, self.gate.snapshot.headers)
 
     def _show(self, scope: Scope, body: bytes) -> None:
         """To the tap, whose errors are never the client's."""
@@ -115,17 +130,22 @@ class Forwarder:
         try:
             tap(scope["path"], scope["headers"], body)
         except Exception as error:  # its text could hold the request
-            log.warning("an answered request could not be shown to probes", error=type(error).__name__)
+            self._lines.warning("an answered request could not be shown to probes", error=type(error).__name__)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._client = Client(self.upstream, self.limits)
-        if self._access_log is not None:
-            self._access_log.start()
+        self._lines.start()
+        if self._tracing is not None:
+            self._tracing.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         self._client.close()
         self._client = None
-        if self._access_log is not None:
-            self._access_log.close()
+        await asyncio.to_thread(self._close_threads)
         await send({"type": "lifespan.shutdown.complete"})
+
+    def _close_threads(self) -> None:
+        self._lines.close()
+        if self._tracing is not None:
+            self._tracing.close()

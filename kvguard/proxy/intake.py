@@ -1,4 +1,4 @@
-"""What happens to a request before the engine is asked: refuse it, or read its body."""
+"""What happens to a request before the engine is asked: refuse it, or read its body and write the head of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from kvguard.guard.gate import Snapshot
 from kvguard.proxy.asgi import Receive, Scope, Send
-from kvguard.proxy.headers import one_value
+from kvguard.proxy.headers import one_value, request_head, request_headers
 from kvguard.proxy.paths import is_private
 from kvguard.proxy.refusal import (
     BAD_REQUEST,
@@ -21,7 +21,7 @@ from kvguard.proxy.refusal import (
     too_large,
 )
 from kvguard.proxy.step import Rest, begun
-from kvguard.proxy.upstream import Limits
+from kvguard.proxy.upstream import Client, Limits
 
 _LINGER_S = 2.0
 
@@ -70,6 +70,15 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes | R
             return too_large(limits.body_bytes)
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def engine_request_head(scope: Scope, body_length: int, client: Client, *, websocket: bool) -> bytes:
+    """The request's head as the engine gets it."""
+    headers = request_headers(scope["headers"], body_length, client.host, websocket=websocket)
+    target = (client.prefix + raw_path(scope)).encode()
+    if scope["query_string"]:
+        target += b"?" + scope["query_string"]
+    return request_head(scope["method"], target, headers)
 
 
 async def send_refusal(

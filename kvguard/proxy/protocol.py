@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvguard.proxy.asgi import Scope
+from kvguard.proxy.connection import Connection
 from kvguard.proxy.headers import asks_for_websocket, request_head
 from kvguard.proxy.refusal import MALFORMED, SLOW_HEAD, Refusal, head_too_large, refusal_wire
 from kvguard.proxy.tunnel import Tunnel
 from kvguard.proxy.upstream import Limits
+from kvguard.proxy.writer import PUT, Writer
 
 UPGRADE = "kvguard.upgrade"
 """The ASGI extension under which a request that asks for a WebSocket carries its own connection, a `Protocol`."""
-
-PUT = "kvguard.put"
-"""The ASGI extension under which a request carries its `Writer`."""
 
 _WAITING_BYTES = 64 * 2**10
 
@@ -43,8 +44,10 @@ class Protocol(HttpToolsProtocol):
 
     # --- what the forwarder may do with it ---
 
-    def take_over(self, head: bytes, tunnel: Tunnel) -> None:
-        """Answer the upgrade with `head`; from now on bytes pass between client and engine."""
+    def tunnel_to(self, engine: Connection, head: bytes, rest: bytes, ended: Callable[[bool], None]) -> Tunnel:
+        """Answer the upgrade with `head`; from now on bytes pass between client and engine, whose first ones are `rest`."""
+        tunnel = Tunnel(self.transport, engine.transport, ended)
+        engine.hand_over(tunnel)
         self._unset_keepalive_if_required()
         self._tunnel = tunnel
         self.transport.write(head)
@@ -53,6 +56,9 @@ class Protocol(HttpToolsProtocol):
             tunnel.from_client(waiting)
         if not self.transport.is_closing():
             self.transport.resume_reading()
+        if rest:
+            tunnel.from_engine(rest)
+        return tunnel
 
     # --- asyncio's calls ---
 
@@ -183,58 +189,15 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class Writer:
-    """Writes for one response that need no coroutine each, and no system call each.
-
-    Bound to its own cycle: with pipelining the connection's current one may be the next.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._transport = cycle.transport
-        self._held: list[bytes] | None = None
-
-    def put(self, chunk: bytes) -> bool:
-        """Write a chunk, framing and all. False when it must go through `send`: no chunks here, or the client is behind."""
-        cycle = self._cycle
-        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
-            return False
-        cycle.transport.write(chunk)
-        return True
-
-    def hold(self) -> None:
-        """Collect what is written from now on, so that a head and its body leave together."""
-        self._held = []
-        self._cycle.transport = cast(asyncio.Transport, self)
-
-    def flush(self) -> None:
-        """Write what was collected."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._cycle.transport = self._transport
-            if held:
-                self._transport.write(b"".join(held))
-
-    # --- in place of the transport ---
-
-    def write(self, data: bytes) -> None:
-        """asyncio's call."""
-        if self._held is not None:
-            self._held.append(data)
-
-    def is_closing(self) -> bool:
-        """asyncio's call."""
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        """asyncio's call."""
-        self.flush()
-        self._transport.close()
-
-
 class _HeadTooLarge(Exception):
     """Carried through httptools to its caller."""
 
 
 class _OtherUpgrade(Exception):
     """The same, for an upgrade to anything but a WebSocket."""
+
+
+def asks_for_upgrade(scope: Scope) -> Protocol | None:
+    """The client's own connection, when this request asks for a WebSocket."""
+    extension = scope.get("extensions", {}).get(UPGRADE)
+    return extension["connection"] if extension else None

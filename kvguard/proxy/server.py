@@ -17,7 +17,7 @@ from typing import Any, cast
 import uvicorn
 
 from kvguard.guard.surface import Tap
-from kvguard.proxy.exchange import ResponseAborted
+from kvguard.proxy.ending import ResponseAborted
 from kvguard.proxy.forward import Forwarder
 from kvguard.proxy.protocol import Protocol
 from kvguard.vocabulary import UsageError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,6 +17,8 @@ from kvguard.guard.drift import FIELDS
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
 from kvguard.telemetry.families import Family
+from kvguard.telemetry.pulse import Pulse
+from kvguard.vocabulary import Confidence
 
 _PROXY = (
     Family(
@@ -37,6 +39,12 @@ _PROXY = (
     ),
     Family("kvguard_proxy_in_flight_requests", "gauge", "Requests in flight."),
     Family("kvguard_proxy_client_disconnects_total", "counter", "Requests whose client left before the end."),
+    Family(
+        "kvguard_proxy_delay_seconds",
+        "summary",
+        "How late kvguard's data plane gets to what is due, measured four times a second while requests are in flight.",
+    ),
+    Family("kvguard_proxy_cpu_seconds_total", "counter", "CPU seconds of the data plane's thread."),
 )
 
 _GUARD = (
@@ -45,8 +53,18 @@ _GUARD = (
         "kvguard_effective_info",
         "info",
         "The KV cache this engine really runs, with how well that is supported.",
-        ("kv_cache_dtype", "kv_scales", "confidence", "attention_backend", "engine_version", "record"),
+        (
+            "kv_cache_dtype",
+            "kv_scales",
+            "confidence",
+            "attention_backend",
+            "engine_version",
+            "record",
+            "policy",
+            "scales_digest",
+        ),
     ),
+    Family("kvguard_confidence", "gauge", "1 for how well the effective KV dtype is supported, 0 for the others.", ("level",)),
     Family("kvguard_state", "gauge", "1 for the state the guard is in, 0 for the others.", ("state",)),
     Family("kvguard_check_status", "gauge", "1 for the current result of each policy check.", ("check", "result")),
     Family(
@@ -56,6 +74,12 @@ _GUARD = (
     ),
     Family("kvguard_verification_stale", "gauge", "1 while the last verification could not confirm the verdict, which stands."),
     Family("kvguard_drift_total", "counter", "Times that a field began to differ from what was established.", ("field",)),
+    Family(
+        "kvguard_canary_unanswered",
+        "gauge",
+        "1 while the last canary, sent after five minutes without a token, got none; 0 since one came. Absent before.",
+    ),
+    Family("kvguard_canary_requests_total", "counter", "Canaries sent to a silent engine, by what came of them.", ("result",)),
     Family("kvguard_kv_cache_capacity_bytes", "gauge", "Bytes of KV cache of this replica."),
     Family("kvguard_kv_cache_used_bytes", "gauge", "Bytes of KV cache that running requests hold."),
     Family("kvguard_kv_cache_bytes_per_token", "gauge", "Bytes of KV cache a token takes, over all layers."),
@@ -78,12 +102,12 @@ FAMILIES: tuple[Family, ...] = _PROXY + _GUARD
 
 _BY_NAME = {family.name: family for family in FAMILIES}
 
-_DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_FIRST_BYTE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_FIRST_BYTE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
-# The whole replica stays under 250 series: some 62 here, 34 of the histograms, 80 of shadow probes, the rest the guard's.
-_MAX_REQUEST_SERIES = 40
-_MAX_CHECKS = 40
+# The whole replica stays under 250 series: at most 32 of requests, 30 of histograms, 20 of checks, 124 of shadow probes.
+_MAX_REQUEST_SERIES = 16
+_MAX_CHECKS = 20
 _METHODS = frozenset({"GET", "POST"})
 
 
@@ -93,17 +117,19 @@ class ProxyMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         # A `_created` series for each counter and histogram would double them. (The function has no annotations.)
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        requests, duration, first_byte, in_flight, disconnects = _PROXY
+        requests, duration, first_byte, in_flight, disconnects, delay, cpu = _PROXY
         self._requests = Counter(requests.name, requests.help, requests.labels, registry=registry)
         self._duration = Histogram(duration.name, duration.help, buckets=_DURATION_BUCKETS, registry=registry)
         self._first_byte = Histogram(first_byte.name, first_byte.help, buckets=_FIRST_BYTE_BUCKETS, registry=registry)
         self._in_flight = Gauge(in_flight.name, in_flight.help, registry=registry)
         self._disconnects = Counter(disconnects.name, disconnects.help, registry=registry)
+        self._pulse = Pulse(Summary(delay.name, delay.help, registry=registry), Counter(cpu.name, cpu.help, registry=registry))
         self._children: dict[tuple[str, str, int, str], Counter] = {}
 
     def request_started(self, route: str) -> None:  # noqa: ARG002 - the observer's signature
         """A request arrived."""
         self._in_flight.inc()
+        self._pulse.request_started()
 
     def first_byte(self, route: str, seconds: float) -> None:  # noqa: ARG002
         """The first byte of the engine's body left for the client."""
@@ -112,6 +138,7 @@ class ProxyMetrics:
     def finished(self, route: str, method: str, status: int, seconds: float, outcome: str) -> None:
         """The request ended."""
         self._in_flight.dec()
+        self._pulse.request_ended()
         self._duration.observe(seconds)
         self._request_counter(route, method, status, outcome).inc()
         if outcome == "client_disconnected":
@@ -150,9 +177,11 @@ class GuardCollector(Collector):
         build.add_sample("kvguard_build_info", {"version": kvguard.__version__}, 1)
         yield build
         yield _effective(status)
+        yield _confidence(status)
         yield _state(status)
         yield _checks(status)
         yield from _drift(status)
+        yield from _canaries(status)
         yield from _figures(status)
 
 
@@ -177,8 +206,17 @@ def _effective(status: Status) -> Metric:
         "attention_backend": ",".join(effective.attention_backends) or "unknown",
         "engine_version": status.engine_version or "unknown",
         "record": status.record_digest or "unknown",
+        "policy": status.policy_digest or "none",
+        "scales_digest": status.scales_digest or "none",
     }
     metric.add_sample("kvguard_effective_info", labels, 1)
+    return metric
+
+
+def _confidence(status: Status) -> Metric:
+    metric = _metric("kvguard_confidence")
+    for level in Confidence:
+        metric.add_sample(metric.name, {"level": level.value}, int(level is status.effective.confidence))
     return metric
 
 
@@ -208,6 +246,20 @@ def _drift(status: Status) -> Iterator[Metric]:
     for name in FIELDS:
         drift.add_sample("kvguard_drift_total", {"field": name}, status.drift_counts.get(name, 0))
     yield drift
+
+
+def _canaries(status: Status) -> Iterator[Metric]:
+    """From the first one on."""
+    canaries = status.canaries
+    if canaries.unanswered is None:
+        return
+    unanswered = _metric("kvguard_canary_unanswered")
+    unanswered.add_sample(unanswered.name, {}, int(canaries.unanswered))
+    yield unanswered
+    requests = _metric("kvguard_canary_requests_total")
+    for result, number in (("answered", canaries.answered), ("unanswered", canaries.failed)):
+        requests.add_sample("kvguard_canary_requests_total", {"result": result}, number)
+    yield requests
 
 
 def _figures(status: Status) -> Iterator[Metric]:

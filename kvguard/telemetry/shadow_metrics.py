@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvguard.shadow.models import COST, UNEXPLAINED
+from kvguard.shadow.models import COST, PROMPT_STRATA, TURN_STRATA, UNEXPLAINED, Stratum
 from kvguard.shadow.report import ShadowReport
-from kvguard.shadow.statistics import Measure, Sums
+from kvguard.shadow.statistics import Estimate, Measure, Sums
 from kvguard.telemetry.families import Family
 
 STATES = ("off", "waiting", "checking", "probing", "blind", "refused", "regression")
@@ -35,10 +35,20 @@ SHADOW_FAMILIES = (
         ("comparison", "bound"),
     ),
     Family("kvguard_shadow_flip_ratio", "gauge", "Top-1 flips by token: estimate and interval.", ("comparison", "bound")),
+    Family(
+        "kvguard_shadow_stratum_abs_delta_nats",
+        "gauge",
+        "The same by length of the prompt in tokens, and by number of user turns: estimate and interval.",
+        ("comparison", "by", "stratum", "bound"),
+    ),
     Family("kvguard_shadow_sum", "gauge", "Sums of the request means a fleet adds up.", ("comparison", "sum")),
 )
 
-_SUMS = ("clusters", "w", "ww", "wn", "ws", "ws_ws", "ws_wn", "wn_wn")
+_SUMS = ("clusters", "wn", "ws", "ws_ws", "ws_wn", "wn_wn")
+_BY: tuple[tuple[str, tuple[str, ...], Callable[[Stratum], str]], ...] = (
+    ("prompt_tokens", PROMPT_STRATA, lambda stratum: stratum.prompt),
+    ("turns", TURN_STRATA, lambda stratum: stratum.turns),
+)
 _MAX_REASONS = 30  # more than there are: candidate.Reason and replay.Problem are closed sets
 
 
@@ -119,12 +129,29 @@ def _estimates(report: ShadowReport) -> Iterator[Metric]:
     ):
         metric = _metric(family)
         for name, sums in totals.items():
-            found = sums.estimate(measure)
-            for bound, value in (("estimate", found.value), ("low", found.low), ("high", found.high)):
-                if value is not None:
-                    metric.add_sample(family, {"comparison": name, "bound": bound}, value)
+            _add_interval(metric, {"comparison": name}, sums.estimate(measure))
         yield metric
+    yield _by_stratum(report)
     yield _fleet_sums(totals)
+
+
+def _by_stratum(report: ShadowReport) -> Metric:
+    """Margins of the table of strata: all its cells, times adapters, would be too many series. /shadow has them."""
+    metric = _metric("kvguard_shadow_stratum_abs_delta_nats")
+    for name in (COST, UNEXPLAINED):
+        cells = report.sums.get(name, {})
+        for by, strata, place in _BY:
+            for stratum in strata:
+                found = sum((sums for where, sums in cells.items() if place(where) == stratum), Sums())
+                labels = {"comparison": name, "by": by, "stratum": stratum}
+                _add_interval(metric, labels, found.estimate(Measure.ABS_DELTA))
+    return metric
+
+
+def _add_interval(metric: Metric, labels: dict[str, str], found: Estimate) -> None:
+    for bound, value in (("estimate", found.value), ("low", found.low), ("high", found.high)):
+        if value is not None:
+            metric.add_sample(metric.name, {**labels, "bound": bound}, value)
 
 
 def _fleet_sums(totals: dict[str, Sums]) -> Metric:

@@ -35,7 +35,13 @@ import peers
 from load import Connection, Seen, block, connect, request
 
 CLIENTS = 8
-KINDS = ("json", "stream")
+KINDS = {"json": CLIENTS, "stream": CLIENTS, "lone": 1}
+"""Kinds of requests, and how many clients ask at once.
+
+`lone` is a stream at a time: the slowest proxy keeps pace with it too, so that all carry the same streams at much the same
+rate, and each wakes up for each chunk. With eight, the slowest is at its limit, and finds its next chunk there already.
+"""
+TITLES = {"json": "1 KB JSON", "stream": "stream of 64 chunks", "lone": "the same, one client"}
 _START_S = 120.0
 
 Figures = dict[str, Any]
@@ -60,7 +66,7 @@ class Running:
 
     def request(self, kind: str, *, idle: bool = False) -> bytes:
         """The request that this one is asked."""
-        return request(stream=kind == "stream", idle=idle, key=self.proxy.key)
+        return request(stream=kind != "json", idle=idle, key=self.proxy.key)
 
 
 @contextlib.contextmanager
@@ -132,11 +138,11 @@ async def cpu_costs(running: Sequence[Running], rounds: int, requests: dict[str,
     found: dict[str, Figures] = {one.name: {kind: {"cpu_ms": [], "reads": []} for kind in KINDS} for one in running}
     for one in running:
         for kind in KINDS:
-            await _block(one, kind, 24 if one.proxy.slow else 200 if kind == "json" else 32)
+            await _block(one, kind, 24 if one.proxy.slow and kind != "lone" else {"json": 200, "stream": 32, "lone": 4}[kind])
     for number in range(rounds):
-        for kind in KINDS:
+        for kind, clients in KINDS.items():
             for one in running if number % 2 == 0 else reversed(running):
-                count = max(CLIENTS, requests[kind] // (12 if one.proxy.slow else 1))
+                count = max(clients, requests[kind] // (12 if one.proxy.slow and kind != "lone" else 1))
                 before = one.cpu()
                 seen = await _block(one, kind, count)
                 found[one.name][kind]["cpu_ms"].append(1000 * (one.cpu() - before) / count)
@@ -146,7 +152,7 @@ async def cpu_costs(running: Sequence[Running], rounds: int, requests: dict[str,
 
 
 async def _block(one: Running, kind: str, count: int) -> Seen:
-    seen = await block(one.port, one.request(kind), count, CLIENTS)
+    seen = await block(one.port, one.request(kind), count, KINDS[kind])
     if seen.bad:
         raise SystemExit(f"{one.name}: {seen.bad} of {count} {kind} requests failed: {seen.examples}")
     return seen
@@ -272,17 +278,18 @@ def ratios(costs: dict[str, Figures]) -> dict[str, dict[str, dict[str, float]]]:
 
 def show(result: Figures) -> None:
     """The tables, for people."""
-    print(f"\n{'CPU ms a request':22}{'1 KB JSON':>30}{'stream of 64 chunks':>30}   reads a stream")
+    print(f"\n{'CPU ms a request':22}" + "".join(f"{TITLES[kind]:>30}" for kind in KINDS) + "   reads a stream, lone")
     for name, kinds in result["cpu"].items():
         cells = [f"{kinds[kind]['median']:.3f} ({kinds[kind]['low']:.3f} to {kinds[kind]['high']:.3f})" for kind in KINDS]
-        print(f"{name:22}{cells[0]:>30}{cells[1]:>30}   {kinds['stream']['reads']:.1f}")
-    print(f"\n{'ratio':32}{'1 KB JSON':>26}{'stream of 64 chunks':>26}")
+        reads = f"   {kinds['stream']['reads']:.1f}, {kinds['lone']['reads']:.1f}"
+        print(f"{name:22}" + "".join(f"{cell:>30}" for cell in cells) + reads)
+    print(f"\n{'ratio':32}" + "".join(f"{TITLES[kind]:>28}" for kind in KINDS))
     for name in result["ratios"]["json"]:
         cells = []
         for kind in KINDS:
             one = result["ratios"][kind][name]
             cells.append(f"{one['median']:.3g} ({one['low']:.3g} to {one['high']:.3g})")
-        print(f"{name:32}{cells[0]:>26}{cells[1]:>26}")
+        print(f"{name:32}" + "".join(f"{cell:>28}" for cell in cells))
     print(f"\n{'first byte, one client':22}{'p50 ms':>10}{'p99 ms':>10}{'added p50 ms':>14}")
     for name, one in result["first_byte"].items():
         print(f"{name:22}{one['p50_ms']:>10.3f}{one['p99_ms']:>10.3f}{one['added_p50_ms']:>14.3f}")
@@ -298,7 +305,8 @@ async def measure(engine: peers.Engine, running: Sequence[Running], quick: bool)
     """All of it, in order."""
     scale = 10 if quick else 1
     ours = next(one for one in running if one.name == "kvguard")
-    costs = await cpu_costs(running, 2 if quick else 8, {"json": 2400 // scale, "stream": 160 // scale})
+    requests = {"json": 2400 // scale, "stream": 160 // scale, "lone": 4 if quick else 16}
+    costs = await cpu_costs(running, 2 if quick else 8, requests)
     quick_ones = [one for one in running if not one.proxy.slow]
     print("first bytes", flush=True)
     latencies = await first_bytes(engine, quick_ones, 2 if quick else 10, 200 // scale)

@@ -185,11 +185,12 @@ class Recorder:
 class Proxy:
     """A data plane on a free port, with its gate open."""
 
-    def __init__(self, upstream: Upstream, limits: Limits | None = None, tls: TLS | None = None) -> None:
+    def __init__(self, upstream: Upstream, limits: Limits | None = None, tls: TLS | None = None, **options: Any) -> None:
+        """`options` are the forwarder's own, as `access_log` and `tracing`."""
         self.gate = Gate()
         self.gate.snapshot = OPEN
         self.observer = Recorder()
-        self.forwarder = Forwarder(self.gate, upstream, self.observer, limits)
+        self.forwarder = Forwarder(self.gate, upstream, self.observer, limits, **options)
         listener = bind("127.0.0.1", 0)
         self.address: tuple[str, int] = listener.getsockname()
         self.plane = DataPlane(self.forwarder, [listener], tls)

@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -18,10 +18,10 @@ from proxy_fakes import WAIT_S, Call, FakeEngine, Proxy, eventually, syn_sent
 
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
+from kvguard.proxy import access_log, backlog
 from kvguard.proxy.exchange import Exchange
-from kvguard.proxy.forward import Forwarder
 from kvguard.proxy.management import management_app, serve_management
-from kvguard.proxy.server import DataPlane, bind
+from kvguard.proxy.server import bind
 from kvguard.proxy.upstream import Limits, Upstream
 from kvguard.telemetry.logging import configure
 from kvguard.telemetry.metrics import ProxyMetrics
@@ -191,20 +191,14 @@ def test_a_request_behind_a_running_one_waits_its_turn(serve):
 
 def logged(short_dir, monkeypatch, *, json_lines: bool) -> str:
     said = io.StringIO()
-    with FakeEngine(any_ending, short_dir / "e") as engine, Proxy(Upstream(str(engine.uds))) as proxy:
-        monkeypatch.setattr(sys, "stderr", said)
-        configure(json=json_lines)
-        forwarder = Forwarder(proxy.gate, proxy.forwarder.upstream, proxy.observer, access_log=True)
-        listener = bind("127.0.0.1", 0)
-        proxy.address = listener.getsockname()
-        plane = DataPlane(forwarder, [listener])
-        plane.start()
+    monkeypatch.setattr(sys, "stderr", said)
+    configure(json=json_lines)
+    with FakeEngine(any_ending, short_dir / "e") as engine, Proxy(Upstream(str(engine.uds)), access_log=True) as proxy:
         trace = "traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         with proxy.client() as client:
             secrets = ("authorization: Bearer canary-key", "x-request-id: r1", trace)
             client.ask("POST", "/v1/chat/completions?key=canary-query", secrets, b'{"prompt": "canary-prompt"}')
             client.ask("POST", "/streams", body=b"{}")
-        plane.close()
     return said.getvalue()
 
 
@@ -221,31 +215,58 @@ def test_the_access_log_has_a_line_for_each_request_and_nothing_of_its_content(s
     assert "canary" not in said
 
 
-def test_a_standard_error_that_nobody_reads_holds_up_no_request(serve, monkeypatch):
+@pytest.mark.parametrize("access_log", [True, False])
+def test_a_standard_error_that_nobody_reads_holds_up_no_request(short_dir, monkeypatch, access_log):
+    """Neither with a line for each request, nor with one for each that the engine failed."""
+
     class Stuck(io.StringIO):
         def write(self, text: str) -> int:
-            blocked.set()
-            let_go.wait(WAIT_S)
+            if not blocked.is_set():
+                blocked.set()
+                let_go.wait(3 * WAIT_S)
             return len(text)
 
     blocked, let_go = threading.Event(), threading.Event()
-    proxy, _ = serve(any_ending)
     monkeypatch.setattr(sys, "stderr", Stuck())
     configure(json=True)
-    forwarder = Forwarder(proxy.gate, proxy.forwarder.upstream, proxy.observer, access_log=True)
-    listener = bind("127.0.0.1", 0)
-    proxy.address = listener.getsockname()
-    plane = DataPlane(forwarder, [listener])
-    plane.start()
     try:
-        with proxy.client() as client:
-            assert client.ask("GET", "/json").status == 200
-            assert blocked.wait(WAIT_S)
-            for _ in range(20):
-                assert client.ask("GET", "/json").status == 200
+        with FakeEngine(any_ending, short_dir / "e") as engine, ExitStack() as stack:
+            proxy = stack.enter_context(Proxy(Upstream(str(engine.uds)), access_log=access_log))
+            stack.callback(let_go.set)
+            with proxy.client() as client:
+                assert client.ask("POST", "/dies", body=b"{}").status == 502
+                assert blocked.wait(WAIT_S)
+                for _ in range(10):
+                    assert client.ask("GET", "/json").status == 200
+                    assert client.ask("POST", "/dies", body=b"{}").status == 502
+            assert not let_go.is_set()
     finally:
         let_go.set()
-        plane.close()
         with suppress(Exception):
             monkeypatch.undo()
             configure()
+
+
+def test_lines_that_could_not_be_written_are_counted(monkeypatch):
+    written = []
+    first, let_go = threading.Event(), threading.Event()
+
+    class Slow:
+        def info(self, event: str, **entry: object) -> None:
+            first.set()
+            let_go.wait(WAIT_S)
+            written.append(entry)
+
+    monkeypatch.setattr(access_log, "log", Slow())
+    monkeypatch.setattr(backlog, "_MOST_WAITING", 3)
+    lines = access_log.Lines()
+    lines.start()
+    lines.info("request", number=0)
+    assert first.wait(WAIT_S)
+    for number in range(1, 7):
+        lines.info("request", number=number)
+    let_go.set()
+    assert eventually(lambda: len(written) == 4)
+    lines.info("request", number=7)
+    lines.close(WAIT_S)
+    assert written == [{"number": 0}, {"number": 1}, {"number": 2}, {"number": 3}, {"number": 7, "dropped_before": 3}]

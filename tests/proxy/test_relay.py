@@ -8,9 +8,9 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-from proxy_fakes import GUARD_HEADERS, WAIT_S, Call
+from proxy_fakes import GUARD_HEADERS, WAIT_S, Call, Proxy
 
-from kvguard.proxy.upstream import Limits
+from kvguard.proxy.upstream import Limits, Upstream
 
 
 async def ok(call: Call) -> None:
@@ -293,14 +293,29 @@ def test_engine_errors_pass_unchanged(serve):
 
 
 def test_environment_proxies_are_ignored(serve, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    """Over TCP, where a proxy would be asked; here nobody listens on its port."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.lower(), "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    proxy, engine = serve(ok)
-    with proxy.client() as client:
+    behind, engine = serve(ok)
+    host, port = behind.address
+    with Proxy(Upstream(None, f"http://{host}:{port}")) as front, front.client() as client:
         assert client.ask("GET", "/v1/models").status == 200
     assert engine.next_call().request_line == b"GET /v1/models HTTP/1.1"
+
+
+def test_nothing_that_one_client_was_given_goes_with_anothers_request(serve):
+    async def script(call: Call) -> None:
+        await call.json(b"{}", b"set-cookie: session=one; Path=/\r\nwww-authenticate: Basic\r\n")
+
+    proxy, engine = serve(script)
+    for own in (("cookie: session=mine",), ()):
+        with proxy.client() as client:
+            assert client.ask("GET", "/v1/models", own).values(b"set-cookie") == [b"session=one; Path=/"]
+    assert engine.connections == 1, "the engine's connection is shared, and nothing else"
+    assert [call.values(b"cookie") for call in engine.calls] == [[b"session=mine"], []]
 
 
 def test_header_bytes_pass_whatever_their_encoding(serve):

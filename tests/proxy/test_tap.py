@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from proxy_fakes import Call
+from proxy_fakes import Call, eventually
 from structlog.testing import capture_logs
 
 BODY = b'{"prompt": "quixotic-bandicoot-58213"}'
@@ -63,6 +63,7 @@ def test_a_tap_that_raises_breaks_no_request(serve: Any) -> None:
         for _ in range(2):  # the connection lives on
             assert client.ask("POST", "/v1/completions", body=BODY).body == b'{"ok": true}'
             assert proxy.observer.next_end() == ("/v1/completions", "POST", 200, "ok")
+        assert eventually(lambda: len(logs) == 2)
     assert [entry["error"] for entry in logs] == ["RuntimeError"] * 2
     assert "quixotic" not in str(logs)
 

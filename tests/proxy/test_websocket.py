@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy_fakes import GUARD_HEADERS, WAIT_S, Call, Proxy
+from proxy_fakes import GUARD_HEADERS, WAIT_S, Call, Proxy, eventually
 from websockets.exceptions import ConnectionClosedError, ConnectionClosedOK, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import ServerConnection, unix_serve
@@ -84,8 +84,8 @@ def test_messages_pass_both_ways(realtime: Realtime) -> None:
         socket_.close(4001, "enough")
     assert proxy.observer.next_end()[:3] == ("other", "GET", 101)
     assert proxy.plane.wait_idle(WAIT_S)
-    assert seen[0] == ("/v1/realtime?model=m", "Bearer k", "realtime")
-    assert seen[1] == 4001
+    assert eventually(lambda: len(seen) == 2)
+    assert seen == [("/v1/realtime?model=m", "Bearer k", "realtime"), 4001]
 
 
 def test_bytes_before_and_after_the_switch_are_not_lost(serve):

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvguard.evidence.metrics import EngineFigures
-from kvguard.guard.gate import Status
+from kvguard.guard.gate import Canaries, Status
 from kvguard.guard.state import State
 from kvguard.telemetry.metrics import FAMILIES, GuardCollector, ProxyMetrics
 from kvguard.vocabulary import Check, CheckResult, Confidence, Effective, ScaleState
@@ -42,6 +42,9 @@ FULL = Status(
     last_verified=1_700_000_000.0,
     record_digest="sha256:abc",
     engine_version="0.32.0",
+    policy_digest="sha256:def",
+    scales_digest="sha256:123",
+    canaries=Canaries(answered=2, failed=1, unanswered=False),
     gauges=GAUGES,
 )
 
@@ -105,7 +108,15 @@ def test_figures():
         attention_backend="FLASH_ATTN,CPU_ATTN",
         engine_version="0.32.0",
         record="sha256:abc",
+        policy="sha256:def",
+        scales_digest="sha256:123",
     ) == pytest.approx(1)
+    assert [export.value("kvguard_confidence", level=level) for level in Confidence] == [
+        float(level is Confidence.PROVEN) for level in Confidence
+    ]
+    assert export.value("kvguard_canary_unanswered") == 0
+    assert export.value("kvguard_canary_requests_total", result="answered") == 2
+    assert export.value("kvguard_canary_requests_total", result="unanswered") == 1
     assert export.value("kvguard_state", state="serving") == 1
     assert export.value("kvguard_state", state="drifted") == 0
     assert export.value("kvguard_check_status", check="scales", result="warn") == 1
@@ -130,6 +141,7 @@ def test_what_is_not_known_is_absent():
     assert guard == {
         "kvguard_build_info",
         "kvguard_effective_info",
+        "kvguard_confidence",
         "kvguard_state",
         "kvguard_check_status",
     }
@@ -138,6 +150,12 @@ def test_what_is_not_known_is_absent():
     assert export.value("kvguard_batch_occupancy_ratio") is None
     export.status = Status(gauges=EngineFigures(running=0.0, limit=8))
     assert export.value("kvguard_batch_occupancy_ratio") == 0
+
+
+def test_without_a_policy_or_scales_the_labels_say_none():
+    export = Export(FULL.model_copy(update={"policy_digest": "", "scales_digest": ""}))
+    (labels,) = [s.labels for f in export.registry.collect() for s in f.samples if s.name == "kvguard_effective_info"]
+    assert (labels["policy"], labels["scales_digest"]) == ("none", "none")
 
 
 def test_result_of_a_check_moves():

@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvguard.evidence.metrics import EngineFigures
-from kvguard.guard.gate import Status
+from kvguard.guard.gate import Canaries, Status
 from kvguard.shadow.candidate import Reason
 from kvguard.shadow.control import Control
 from kvguard.shadow.fidelity import Fidelity
-from kvguard.shadow.models import COST, UNEXPLAINED, Stratum, stratum
+from kvguard.shadow.models import COST, PROMPT_STRATA, TURN_STRATA, UNEXPLAINED, Stratum, stratum
 from kvguard.shadow.replay import Problem
 from kvguard.shadow.report import ShadowReport
 from kvguard.shadow.sequential import AlarmTest, begin
@@ -22,7 +22,7 @@ from kvguard.telemetry.shadow_metrics import SHADOW_FAMILIES, STATES, ShadowColl
 from kvguard.vocabulary import Check, CheckResult, Confidence, Effective, ScaleState
 from shadow_streams import scored
 
-STRATA = [Stratum(prompt, turns, adapter) for prompt in ("0-256", "4097+") for turns in ("1", "5+") for adapter in ("", "a")]
+STRATA = [Stratum(prompt, turns, adapter) for prompt in PROMPT_STRATA for turns in TURN_STRATA for adapter in ("", "a")]
 REASONS = {str(reason): 2 for reason in Reason} | {f"replay: {problem}": 3 for problem in Problem} | {"error": 1}
 
 
@@ -102,8 +102,28 @@ def test_figures() -> None:
     assert export.value("flip_ratio", comparison=UNEXPLAINED, bound="estimate") == pytest.approx(0.5 / 32)
     clusters = 6 * len(STRATA)
     assert export.value("sum", comparison=COST, sum="clusters") == clusters
-    assert export.value("sum", comparison=COST, sum="w") == 4 * clusters
+    assert export.value("sum", comparison=COST, sum="wn") == 4 * clusters
     assert export.value("sum", comparison=COST, sum="ws") == pytest.approx(4 * clusters * 0.125)
+
+
+def test_strata_are_told_apart_by_length_and_by_turns() -> None:
+    cells = {stratum(10, 1): sums(0.1), stratum(10, 6, "a"): sums(0.3), stratum(5000, 6): sums(0.3)}
+    export = Export(ShadowReport(state="probing", sums={COST: cells}))
+
+    def value(by: str, stratum: str, bound: str = "estimate", comparison: str = COST) -> float | None:
+        labels = {"comparison": comparison, "by": by, "stratum": stratum, "bound": bound}
+        return export.value("stratum_abs_delta_nats", **labels)
+
+    assert value("prompt_tokens", "4097+") == pytest.approx(0.325)
+    assert value("prompt_tokens", "0-256") == pytest.approx((0.125 + 0.325) / 2)
+    assert value("turns", "1") == pytest.approx(0.125)
+    assert value("turns", "5+") == pytest.approx(0.325)
+    low, high = value("turns", "5+", "low"), value("turns", "5+", "high")
+    assert low is not None
+    assert high is not None
+    assert low < 0.325 < high
+    assert value("turns", "2-4") is None
+    assert value("turns", "1", comparison=UNEXPLAINED) is None
 
 
 def test_no_reason_is_lost() -> None:
@@ -138,7 +158,8 @@ def test_all_series_of_a_replica_stay_under_250() -> None:
     checks = tuple(Check(name=f"c{n}", result=CheckResult.PASS, required="r", found="f", where="w") for n in range(200))
     gauges = EngineFigures(**dict.fromkeys(EngineFigures.model_fields, 8))
     effective = Effective(dtype="fp8_e4m3", confidence=Confidence.PROVEN, scales=ScaleState.CHECKPOINT)
-    status = Status(effective=effective, checks=checks, last_verified=1.0, gauges=gauges)
+    canaries = Canaries(answered=1, unanswered=True)
+    status = Status(effective=effective, checks=checks, last_verified=1.0, gauges=gauges, canaries=canaries)
     registry = CollectorRegistry()
     proxy = ProxyMetrics(registry)
     registry.register(GuardCollector(lambda: status))
