@@ -82,19 +82,19 @@ FLEET = Dashboard(
         ),
         Panel(
             "Different KV caches",
-            "Pairs of dtype and scales that serve at once; 1 is a uniform fleet.",
-            (Query("count(count by (kv_cache_dtype, kv_scales) (kvguard_effective_info{HERE}))", "pairs"),),
+            "Combinations of dtype, scales and their digest that serve at once; 1 is a uniform fleet.",
+            (Query("count(count by (kv_cache_dtype, kv_scales, scales_digest) (kvguard_effective_info{HERE}))", "kinds"),),
             kind="stat",
             width=6,
             height=4,
         ),
         Panel(
             "Which replica runs what",
-            "Effective KV dtype, scales, confidence, backend, engine and record of each replica.",
+            "Effective KV dtype, scales and their digest, confidence, backend, engine, policy and record of each replica.",
             (
                 Query(
-                    "max by (namespace, pod, kv_cache_dtype, kv_scales, confidence, attention_backend, engine_version, record)"
-                    " (kvguard_effective_info{HERE})",
+                    "max by (namespace, pod, kv_cache_dtype, kv_scales, scales_digest, confidence, attention_backend,"
+                    " engine_version, policy, record) (kvguard_effective_info{HERE})",
                     instant=True,
                 ),
             ),
@@ -109,6 +109,24 @@ FLEET = Dashboard(
             width=24,
         ),
         Panel(
+            "Drift timeline",
+            "What began to differ from what was established, by field; a replica that never drifted has no bar.",
+            (Query("sum by (pod, field) (increase(kvguard_drift_total{HERE}[$__rate_interval])) > 0", "{{pod}} {{field}}"),),
+            kind="state-timeline",
+            width=24,
+            height=6,
+        ),
+        Panel(
+            "Policies",
+            "Replicas by the digest of the policy they run; none: no policy.",
+            (Query("count by (policy) (kvguard_effective_info{HERE})", "{{policy}}"),),
+        ),
+        Panel(
+            "Unconfirmed",
+            "Replicas whose last verification could not confirm their verdict, which stands.",
+            (Query("sum by (pod) (kvguard_verification_stale{HERE})"),),
+        ),
+        Panel(
             "Checks",
             "The current result of each policy check.",
             (Query("max by (namespace, pod, check, result) (kvguard_check_status{HERE})", instant=True),),
@@ -121,9 +139,9 @@ FLEET = Dashboard(
             unit="s",
         ),
         Panel(
-            "Drift by field",
-            "Times that a field began to differ from what was established.",
-            (Query("sum by (pod, field) (increase(kvguard_drift_total{HERE}[$__rate_interval]))", "{{pod}} {{field}}"),),
+            "Silent engines",
+            "1 where the last canary, sent after five minutes without a token, was not answered.",
+            (Query("max by (pod) (kvguard_canary_unanswered{HERE})"),),
         ),
         Panel(
             "Versions",
@@ -217,6 +235,13 @@ MEMORY = Dashboard(
 
 _MEAN = "namespace_job_comparison:kvguard_shadow_abs_delta_nats:mean"
 _STDERR = "namespace_job_comparison:kvguard_shadow_abs_delta_nats:stderr"
+_FLOOR = Query("max by (pod) (kvguard_shadow_noise_floor_nats{HERE})", "{{pod}} noise floor")
+
+
+def _stratum(comparison: str, by: str) -> tuple[Query, ...]:
+    selected = f'HERE, comparison="{comparison}", by="{by}"'
+    return (Query(f"kvguard_shadow_stratum_abs_delta_nats{{{selected}}}", "{{pod}} {{stratum}} {{bound}}"),)
+
 
 QUALITY = Dashboard(
     "kvguard-quality",
@@ -224,7 +249,7 @@ QUALITY = Dashboard(
     (
         Panel(
             "Probes",
-            "The state of shadow probing of each replica. Strata are in the replica's /shadow.",
+            "The state of shadow probing of each replica.",
             (Query("max by (pod, state) (kvguard_shadow_state{HERE} == 1)", "{{pod}} {{state}}"),),
             kind="state-timeline",
             width=24,
@@ -261,6 +286,30 @@ QUALITY = Dashboard(
             "Difference by replica",
             "Mean |delta logprob| by token, with the 95 % interval.",
             (Query("kvguard_shadow_abs_delta_nats{HERE}", "{{pod}} {{comparison}} {{bound}}"),),
+            unit="none",
+        ),
+        Panel(
+            "Cost by length of the prompt",
+            "Mean |delta logprob| against the 16-bit pass, by prompt tokens, with the 95 % interval and the noise floor.",
+            (*_stratum("cost", "prompt_tokens"), _FLOOR),
+            unit="none",
+        ),
+        Panel(
+            "Cost by turns",
+            "Mean |delta logprob| against the 16-bit pass, by user turns, with the 95 % interval and the noise floor.",
+            (*_stratum("cost", "turns"), _FLOOR),
+            unit="none",
+        ),
+        Panel(
+            "Unexplained by length of the prompt",
+            "What the KV format does not account for, by prompt tokens, with the 95 % interval and the noise floor.",
+            (*_stratum("unexplained", "prompt_tokens"), _FLOOR),
+            unit="none",
+        ),
+        Panel(
+            "Unexplained by turns",
+            "What the KV format does not account for, by user turns, with the 95 % interval and the noise floor.",
+            (*_stratum("unexplained", "turns"), _FLOOR),
             unit="none",
         ),
         Panel(
@@ -361,6 +410,34 @@ PROXY = Dashboard(
             "Requests whose client left before the end, a second.",
             (Query("sum by (pod) (rate(kvguard_proxy_client_disconnects_total{HERE}[$__rate_interval]))"),),
             unit="reqps",
+        ),
+        Panel(
+            "Delay of the data plane",
+            "How late kvguard's own loop is, on average: what it adds to each chunk. Measured while requests are in flight.",
+            (
+                Query(
+                    "sum by (pod) (rate(kvguard_proxy_delay_seconds_sum{HERE}[$__rate_interval]))"
+                    " / sum by (pod) (rate(kvguard_proxy_delay_seconds_count{HERE}[$__rate_interval]))"
+                ),
+            ),
+            unit="s",
+        ),
+        Panel(
+            "CPU of the data plane",
+            "CPU seconds a second of kvguard's one thread that relays; 1 is all it can have.",
+            (Query("sum by (pod) (rate(kvguard_proxy_cpu_seconds_total{HERE}[$__rate_interval]))"),),
+            unit="percentunit",
+        ),
+        Panel(
+            "CPU by request",
+            "CPU seconds of the data plane for each request.",
+            (
+                Query(
+                    "sum by (pod) (rate(kvguard_proxy_cpu_seconds_total{HERE}[$__rate_interval]))"
+                    " / sum by (pod) (rate(kvguard_proxy_requests_total{HERE}[$__rate_interval]))"
+                ),
+            ),
+            unit="s",
         ),
         Panel(
             "Routes",

@@ -39,7 +39,8 @@ def defined() -> frozenset[str]:
 
 
 def _series(name: str, kind: str) -> tuple[str, ...]:
-    return tuple(name + suffix for suffix in _HISTOGRAM) if kind == "histogram" else (name,)
+    suffixes = {"histogram": _HISTOGRAM, "summary": _HISTOGRAM[1:]}.get(kind, ("",))
+    return tuple(name + suffix for suffix in suffixes)
 
 
 def used(query: str) -> frozenset[str]:

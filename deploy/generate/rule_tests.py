@@ -13,6 +13,7 @@ Series = tuple[str, str]
 
 _FLEET = 'namespace="llm",job="llm/chat"'
 _STATES = ("starting", "verifying", "serving", "refused", "drifted", "draining")
+_LEVELS = ("proven", "corroborated", "echoed", "unknown")
 _MINUTES = 600
 
 
@@ -36,11 +37,17 @@ def _replica(
     dtype: str = "fp8_e4m3",
     scales: str = "checkpoint",
     confidence: str = "proven",
+    levels: dict[str, str] | None = None,
+    policy: str = "sha256:p",
+    digest: str = "sha256:s",
     states: dict[str, str] | None = None,
     **changes: str | Series | None,
 ) -> list[Series]:
     """A healthy replica with `changes`: other values, another series, or None for an absent one."""
-    effective = f'kv_cache_dtype="{dtype}",kv_scales="{scales}",confidence="{confidence}",record="sha256:{pod}"'
+    effective = (
+        f'kv_cache_dtype="{dtype}",kv_scales="{scales}",confidence="{confidence}",record="sha256:{pod}",'
+        f'policy="{policy}",scales_digest="{digest}"'
+    )
     first_byte = "kvguard_proxy_time_to_first_byte_seconds_bucket"
     n = _MINUTES
     scraped: dict[str, Series | None] = {
@@ -48,6 +55,13 @@ def _replica(
         "up": _series("up", pod, 'endpoint="management"', f"1x{n}"),
         "info": _series("kvguard_effective_info", pod, effective, f"1x{n}"),
         "verified": _series("kvguard_last_verified_timestamp_seconds", pod, "", f"0+60x{n}"),
+        "stale": _series("kvguard_verification_stale", pod, "", f"0x{n}"),
+        "drifts": _series("kvguard_drift_total", pod, 'field="kv_cache_dtype"', f"0x{n}"),
+        "canary": None,
+        "late": _series("kvguard_proxy_delay_seconds_sum", pod, "", f"0+0.2x{n}"),
+        "beats": _series("kvguard_proxy_delay_seconds_count", pod, "", f"0+240x{n}"),
+        "cpu": _series("kvguard_proxy_cpu_seconds_total", pod, "", f"0+12x{n}"),
+        "ready": (f'kube_pod_container_status_ready{{namespace="llm",container="vllm",pod="{pod}"}}', f"1x{n}"),
         "waiting": _series("kvguard_batch_waiting_requests", pod, "", f"0x{n}"),
         "inflight": _series("kvguard_proxy_in_flight_requests", pod, "", f"3x{n}"),
         "shadow": _series("kvguard_shadow_state", pod, 'state="probing"', f"1x{n}"),
@@ -69,7 +83,11 @@ def _replica(
         )
     given = states or {}
     in_time = [_series("kvguard_state", pod, f'state="{name}"', given.get(name, f"{int(name == now)}x{n}")) for name in _STATES]
-    return [one for one in scraped.values() if one is not None] + in_time
+    supports = [
+        _series("kvguard_confidence", pod, f'level="{level}"', (levels or {}).get(level, f"{int(level == confidence)}x{n}"))
+        for level in _LEVELS
+    ]
+    return [one for one in scraped.values() if one is not None] + in_time + supports
 
 
 def _loading(pod: str = "a") -> list[Series]:
@@ -79,6 +97,8 @@ def _loading(pod: str = "a") -> list[Series]:
         dtype="unknown",
         confidence="unknown",
         verified=None,
+        stale=None,
+        drifts=None,
         waiting=None,
         inflight="0x600",
         gen=None,
@@ -99,6 +119,9 @@ def _gone(pod: str = "a", up: str = "1x10 stale") -> list[Series]:
     return _replica(
         pod,
         states=states,
+        levels=dict.fromkeys(_LEVELS, "0x10 stale") | {"proven": gone},
+        stale="0x10 stale",
+        drifts="0x10 stale",
         build=gone,
         info=gone,
         verified="0+60x10 stale",
@@ -116,6 +139,9 @@ def _drained(in_flight: str) -> list[Series]:
     return _replica(
         "a",
         states=states,
+        levels=dict.fromkeys(_LEVELS, "0x20 stale") | {"proven": gone},
+        stale="0x20 stale",
+        drifts="0x20 stale",
         build=gone,
         up=gone,
         info=gone,
@@ -186,6 +212,15 @@ def _absent(figure: str) -> str:
     return _alert("KvguardFiguresAbsent", extra=f'figure="{figure}",state="serving"')
 
 
+def _mixed(policy: str = "sha256:p") -> str:
+    return _alert("KvguardMixedReplicas", "", "critical", f'policy="{policy}"')
+
+
+def _canary(values: str) -> Series:
+    return _series("kvguard_canary_unanswered", "a", "", values)
+
+
+_DRIFTS = "0x9 1x600"
 _DRIFT = {"serving": "1x9 0x20 1x60", "drifted": "0x9 1x20 0x60"}
 _EXITED = 'ALERTS{alertname="KvguardExitedForPolicy",alertstate="firing",namespace="llm",severity="critical"}'
 _FLEET_REGRESSION = (
@@ -212,14 +247,43 @@ CASES = (
     ),
     Case(
         "drift pages within two minutes, and resolves when it is gone",
-        _replica(states=_DRIFT),
+        _replica(states=_DRIFT, drifts=_DRIFTS),
         (
             ("9m", _NONE),
             ("12m", [_page("KvguardDrifted")]),
-            ("35m", _NONE),
+            ("35m", [_alert("KvguardDriftPassed")]),
+            ("45m", _NONE),
         ),
     ),
-    Case("drift does not page on the engine's word alone", _replica(states=_DRIFT, confidence="echoed"), (("20m", _NONE),)),
+    Case(
+        "drift seen from outside is a ticket, and does not page",
+        _replica(states=_DRIFT, drifts=_DRIFTS, confidence="corroborated"),
+        (
+            ("9m", _NONE),
+            ("12m", [_alert("KvguardDriftUnproven")]),
+            ("45m", _NONE),
+        ),
+    ),
+    Case(
+        "drift does not page on the engine's word alone, although the tensors proved what was before",
+        _replica(states=_DRIFT, levels={"proven": "1x9 0x600", "echoed": "0x9 1x600"}),
+        (("12m", [_alert("KvguardDriftUnproven")]), ("20m", [_alert("KvguardDriftUnproven")])),
+    ),
+    Case(
+        "drift between two scrapes is a ticket for half an hour",
+        _replica(drifts=_DRIFTS),
+        (
+            ("9m", _NONE),
+            ("12m", [_alert("KvguardDriftPassed")]),
+            ("45m", _NONE),
+        ),
+    ),
+    Case("drift of long ago is none", _replica(drifts="3x600"), (("1h", _NONE),)),
+    Case(
+        "drift does not outlast the engine that drifted",
+        _replica(states={"serving": "1x9 0x600", "drifted": "0x9 1x10 0x600", "starting": "0x19 1x600"}),
+        (("12m", [_page("KvguardDrifted")]), ("21m", _NONE)),
+    ),
     Case(
         "one missed scrape does not resolve drift",
         _replica(states={"serving": "0x60", "drifted": "1x10 _x2 1x60"}, info="1x10 _x2 1x60"),
@@ -230,21 +294,46 @@ CASES = (
     ),
     Case(
         "drift that is absent altogether says nothing, and its absence does",
-        _replica(shadow=None, verified=None),
-        (("30m", [_absent("kvguard_last_verified_timestamp_seconds"), _absent("kvguard_shadow_state")]),),
+        _replica(shadow=None, verified=None, stale=None, drifts=None),
+        (
+            ("10m", _NONE),
+            (
+                "30m",
+                [
+                    _absent("kvguard_last_verified_timestamp_seconds"),
+                    _absent("kvguard_verification_stale"),
+                    _absent("kvguard_drift_total"),
+                    _absent("kvguard_shadow_state"),
+                ],
+            ),
+        ),
     ),
     Case(
         "two dtypes behind one Service page after half an hour",
         _replica("a") + _replica("b", dtype="bfloat16", scales="not_quantized"),
         (
             ("25m", _NONE),
-            ("40m", [_page("KvguardMixedReplicas", "")]),
+            ("40m", [_mixed()]),
         ),
     ),
     Case(
         "two kinds of scales behind one Service page too",
         _replica("a") + _replica("b", scales="unit_default"),
-        (("40m", [_page("KvguardMixedReplicas", "")]),),
+        (("40m", [_mixed()]),),
+    ),
+    Case(
+        "two sets of scales of one kind behind one Service page too",
+        _replica("a") + _replica("b", digest="sha256:other"),
+        (
+            ("25m", _NONE),
+            ("40m", [_mixed()]),
+        ),
+    ),
+    Case("mixed does not page where scales were not read", _replica("a") + _replica("b", digest="none"), (("70m", _NONE),)),
+    Case(
+        "mixed does not page for two policies behind one Service, each with a cache of its own",
+        _replica("a") + _replica("b", dtype="bfloat16", scales="not_quantized", digest="none", policy="sha256:q"),
+        (("70m", _NONE),),
     ),
     Case("mixed does not page for different records of equal caches", _replica("a") + _replica("b"), (("70m", _NONE),)),
     Case(
@@ -287,6 +376,20 @@ CASES = (
             ("20m", _NONE),
             ("30m", [_alert("KvguardVerificationStale")]),
         ),
+    ),
+    Case(
+        "verification that runs and confirms nothing is a ticket",
+        _replica(stale="0x5 1x600"),
+        (
+            ("20m", _NONE),
+            ("30m", [_alert("KvguardVerificationStale")]),
+        ),
+    ),
+    Case("verification that fails now and then is none", _replica(stale="0x4 1x4 0x4 1x4 0x600"), (("35m", _NONE),)),
+    Case(
+        "verification of an engine that loads is not stale",
+        _replica(verified="0x600", stale="1x600", states={"serving": "0x600", "starting": "1x600"}),
+        (("40m", _NONE),),
     ),
     Case(
         "collapse pages at once, and stops by itself",
@@ -337,6 +440,24 @@ CASES = (
             ("38m", [_page("KvguardEngineHangs")]),
         ),
     ),
+    Case(
+        "an idle engine that leaves the canary unanswered hangs",
+        _replica(gen="600x600", prompt="900x600", inflight="0x600", canary=_canary("_x6 1x600")),
+        (
+            ("10m", _NONE),
+            ("20m", [_page("KvguardEngineHangs")]),
+        ),
+    ),
+    Case(
+        "requests that never end do not hang an engine that answers the canary",
+        _replica(gen="600x600", prompt="900x600", canary=_canary("_x6 0x600")),
+        (("20m", _NONE), ("1h", _NONE)),
+    ),
+    Case(
+        "one unanswered canary before tokens came is no hang",
+        _replica(canary=_canary("_x6 1x2 0x600")),
+        (("9m", _NONE), ("30m", _NONE)),
+    ),
     Case("an idle engine does not hang", _replica(gen="600x600", prompt="900x600", inflight="0x600"), (("1h", _NONE),)),
     Case(
         "one long prefill does not hang",
@@ -377,6 +498,17 @@ CASES = (
         [*_replica(), _requests("upstream_error", "0+3x600")],
         (("30m", [_alert("KvguardProxyErrors", pod="")]),),
     ),
+    Case(
+        "a proxy that is late is a ticket",
+        _replica(late="0+12x600"),
+        (("14m", _NONE), ("30m", [_alert("KvguardProxyOverhead")])),
+    ),
+    Case(
+        "a proxy whose thread is busy is a ticket",
+        _replica(cpu="0+58x600"),
+        (("14m", _NONE), ("30m", [_alert("KvguardProxyOverhead")])),
+    ),
+    Case("a proxy without requests has no overhead", _replica(late="7x600", beats="60x600", cpu="5x600"), (("1h", _NONE),)),
     Case("clients that leave are no errors", [*_replica(), _requests("client_disconnected", "0+30x600")], (("1h", _NONE),)),
     Case(
         "a target that is down is a ticket while another serves",
@@ -384,6 +516,14 @@ CASES = (
         (
             ("14m", _NONE),
             ("25m", [_alert("KvguardTargetDown")]),
+        ),
+    ),
+    Case(
+        "exit codes that nobody collects are for reading after an hour",
+        _replica(ready=None),
+        (
+            ("50m", _NONE),
+            ("70m", ['ALERTS{alertname="KvguardExitCodesAbsent",alertstate="firing",namespace="llm",severity="info"}']),
         ),
     ),
     Case("targets that kvguard never guarded are not its business", [_series("up", "x", "", "0x600")], (("1h", _NONE),)),

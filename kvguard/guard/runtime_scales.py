@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from kvguard.reference.artefact import (
     stale,
 )
 from kvguard.reference.overlay import why_dropped
-from kvguard.reference.prompts import PromptSet
+from kvguard.reference.prompts import PromptSet, default_prompts
 from kvguard.verdict.runtime_scales import RuntimeScales
 from kvguard.vocabulary import DYNAMIC_SCALE_DTYPES, UsageError, is_quantized
 
@@ -46,9 +47,9 @@ def decide(
 ) -> tuple[RuntimeScales, Calibration | None] | None:
     """The way and, for an overlay that can be had, its calibration; None where no runtime scales are wanted.
 
-    `scales` is a calibration that was named. With `write`, a calibration whose links lead elsewhere is written again for
-    the checkpoint here; without it nothing is written. Raises UsageError for one that is corrupt, or given for a 16-bit
-    cache.
+    `scales` is a calibration that was named. Prompts other than the default ones are required of it, named or found. With
+    `write`, a calibration whose links lead elsewhere is written again for the checkpoint here; without it nothing is
+    written. Raises UsageError for one that is corrupt, or given for a 16-bit cache.
     """
     quantized = bool(is_quantized(resolution.target))
     wanted = policy is not None and policy.kv_cache.scales is ScalesRule.RUNTIME
@@ -74,7 +75,8 @@ def decide(
     obstacle = _obstacle(version, command, resolution, files, declared)
     if obstacle:
         return RuntimeScales(way="overlay", reason=reason, problem=obstacle, where=declared.directory, action=_OTHERWISE), None
-    return _calibrated(version, reason, resolution, files, declared, digests, scales, command, env, write=write)
+    wanted_prompts = prompts.digest if prompts.digest != default_prompts().digest else None
+    return _calibrated(version, reason, resolution, files, declared, digests, scales, wanted_prompts, command, env, write=write)
 
 
 _OTHERWISE = "use a checkpoint with calibrated scales and `scales: checkpoint`, or a per-token-head dtype"
@@ -127,6 +129,7 @@ def _calibrated(
     declared: Declared,
     digests: Sequence[FileDigest],
     named: Path | None,
+    prompts: str | None,
     command: Command,
     env: Mapping[str, str],
     *,
@@ -139,10 +142,16 @@ def _calibrated(
         if why := stale(found, digests, version, resolution.model_dtype):
             problem = f"the calibration {found.digest[:19]} is stale: {why}"
             return RuntimeScales(way="overlay", reason=reason, problem=problem, where=str(named), action=again), None
+        if prompts not in (None, found.prompts):
+            problem = f"the calibration {found.digest[:19]} was made with prompt set {found.prompts[:19]}"
+            problem += f", --calibration-prompts is {prompts[:19] if prompts else ''}"
+            return RuntimeScales(way="overlay", reason=reason, problem=problem, where=str(named), action=again), None
     else:
-        fitting, problems = find_calibrations(directory, digests, version, resolution.model_dtype)
+        all_fitting, problems = find_calibrations(directory, digests, version, resolution.model_dtype)
+        fitting = [one for one in _by_digest(all_fitting, files) if prompts in (None, one.prompts)]
         if len(fitting) != 1:
             problem, action = f"no calibration of this checkpoint for vLLM {version}", f"{again}, or name one: --scales PATH"
+            problem += f" with prompt set {prompts[:19]}" if prompts else ""
             problem += "".join(f"; {one}" for one in problems[:2])
             if fitting:
                 names = ", ".join(one.digest[7:19] for one in fitting)
@@ -156,3 +165,13 @@ def _calibrated(
     home = at_home(found, files, declared, directory) if write else found
     what = f"runtime_once: calibration {home.digest[:19]}, prompt set {home.prompts[:19]}"
     return RuntimeScales(way="overlay", reason=reason, overlay=home.path, found=what, where=home.path), home
+
+
+def _by_digest(found: Sequence[Calibration], files: CheckpointFiles) -> list[Calibration]:
+    """One of each digest: where the same calibration stands for several places of a checkpoint, the one for this place."""
+    ours = os.path.realpath(files.directory)
+    chosen: dict[str, Calibration] = {}
+    for one in found:
+        if one.digest not in chosen or os.path.realpath(one.source) == ours:
+            chosen[one.digest] = one
+    return list(chosen.values())

@@ -21,8 +21,9 @@ OPERATORS = (
     "monitoring.coreos.com/v1/ServiceMonitor",
     "monitoring.coreos.com/v1/PrometheusRule",
     "keda.sh/v1alpha1/ScaledObject",
+    "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
 )
-"""Kinds that a cluster with both operators knows."""
+"""Kinds that a cluster with all three operators knows."""
 
 LEAST: dict[str, Any] = {"model": {"name": "Qwen/Qwen3-8B"}}
 
@@ -104,6 +105,9 @@ def pod_specs(manifests: list[Manifest]) -> list[tuple[str, Manifest]]:
         where = f"{manifest['kind']}/{manifest['metadata']['name']}"
         if manifest["kind"] == "Pod":
             specs.append((where, manifest["spec"]))
+        elif manifest["kind"] == "LeaderWorkerSet":
+            group = manifest["spec"]["leaderWorkerTemplate"]
+            specs += [(f"{where} {which}", group[f"{which}Template"]["spec"]) for which in ("leader", "worker")]
         elif "template" in manifest.get("spec", {}):
             specs.append((where, manifest["spec"]["template"]["spec"]))
     return specs

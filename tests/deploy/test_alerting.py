@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-import subprocess
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from charts import ROOT, tool
+from charts import ROOT
 from prometheus_client import CollectorRegistry, generate_latest
+from watching import Watch, hurried_rules, until, watched
 
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
 from kvguard.telemetry.metrics import GuardCollector
 from kvguard.vocabulary import Confidence, Effective
-
-LIMIT = 90.0
 
 
 class Exporter:
@@ -50,91 +42,29 @@ class Exporter:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def get(url: str) -> Any:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310
-        return json.load(answer)
-    return None
-
-
-def until(found: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        value = found()
-        if value:
-            return value
-        time.sleep(0.1)
-    raise AssertionError(f"not within {LIMIT:g} s: {what}")
+@pytest.fixture
+def exporter() -> Iterator[Exporter]:
+    one = Exporter()
+    yield one
+    one.server.shutdown()
+    one.server.server_close()
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[tuple[Exporter, str, str]]:
-    """An exporter, and the addresses of the Prometheus and the Alertmanager that watch it every half second."""
-    programs = {name: str(tool(name)) for name in ("prometheus", "alertmanager")}
-    exporter = Exporter()
-    prometheus, alertmanager = free_port(), free_port()
-    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yaml").read_text("utf-8"))
-    for group in rules["groups"]:
-        group["interval"] = "500ms"
-        for rule in group["rules"]:
-            rule.pop("for", None)  # what `for` does is promtool's test
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules), "utf-8")
-    config = yaml.safe_load((ROOT / "deploy" / "compose" / "prometheus.yaml").read_text("utf-8"))
-    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
-    config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager}"]
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{exporter.port}"]
-    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config), "utf-8")
-    commands = (
-        [
-            programs["prometheus"],
-            f"--config.file={tmp_path}/prometheus.yaml",
-            f"--storage.tsdb.path={tmp_path}/data",
-            f"--web.listen-address=127.0.0.1:{prometheus}",
-        ],
-        [
-            programs["alertmanager"],
-            f"--config.file={ROOT}/deploy/compose/alertmanager.yaml",
-            f"--storage.path={tmp_path}/alertmanager",
-            f"--web.listen-address=127.0.0.1:{alertmanager}",
-            "--cluster.listen-address=",
-        ],
-    )
-    log = (tmp_path / "log").open("wb")
-    # Alertmanager finds its templates beside itself.
-    started = [subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(command[0]).parent) for command in commands]
-    try:
-        until(lambda: get(f"http://127.0.0.1:{alertmanager}/api/v2/status"), "Alertmanager answers")
-        yield exporter, f"http://127.0.0.1:{prometheus}", f"http://127.0.0.1:{alertmanager}"
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-        log.close()
-        exporter.server.shutdown()
-        exporter.server.server_close()
+def watch(tmp_path: Path, exporter: Exporter) -> Iterator[Watch]:
+    """Prometheus and Alertmanager that watch it every second."""
+    with watched(tmp_path, f"127.0.0.1:{exporter.port}") as one:
+        yield one
 
 
-def test_drift_fires_arrives_and_resolves(watched):
-    exporter, prometheus, alertmanager = watched
-
-    def alerts() -> list[dict[str, Any]]:
-        page = get(f"{alertmanager}/api/v2/alerts?active=true") or []
-        return [one for one in page if one["labels"]["alertname"] == "KvguardDrifted"]
-
+def test_drift_fires_arrives_and_resolves(watch: Watch, exporter: Exporter) -> None:
     def scraped(state: str) -> bool:
-        answer = get(f"{prometheus}/api/v1/query?query=kvguard_state")
-        found = (answer or {}).get("data", {}).get("result", [])
-        return any(one["metric"]["state"] == state and one["value"][1] == "1" for one in found)
+        return any(one["metric"]["state"] == state and one["value"][1] == "1" for one in watch.query("kvguard_state"))
 
     until(lambda: scraped("serving"), "Prometheus has scraped the exporter")
-    assert alerts() == []
+    assert watch.active("KvguardDrifted") == []
     exporter.status = exporter.status.model_copy(update={"state": State.DRIFTED})
-    (alert,) = until(alerts, "Alertmanager has the alert")
+    (alert,) = until(lambda: watch.active("KvguardDrifted"), "Alertmanager has the alert")
     assert alert["labels"] == {
         "alertname": "KvguardDrifted",
         "severity": "critical",
@@ -145,7 +75,21 @@ def test_drift_fires_arrives_and_resolves(watched):
     assert alert["annotations"]["runbook_url"] == "deploy/runbooks/kvguarddrifted.md"
     assert alert["annotations"]["description"].startswith("compose/kvguard passed its policy when it started")
     assert [one["name"] for one in alert["receivers"]] == ["page"]
+    assert watch.active("KvguardDriftUnproven") == [], "what is proven is no ticket as well"
+    # What ends before it was told is never told.
+    until(lambda: watch.receiver.alerts("KvguardDrifted", "firing"), "the receiver was told")
     exporter.status = exporter.status.model_copy(update={"state": State.SERVING})
-    until(lambda: not alerts(), "the alert is resolved at Alertmanager")
-    recorded = get(f"{prometheus}/api/v1/query?query=namespace_job:kvguard_replicas_serving:sum")
-    assert recorded["data"]["result"][0]["value"][1] == "1"
+    until(lambda: not watch.active("KvguardDrifted"), "the alert is resolved at Alertmanager")
+    until(lambda: watch.receiver.alerts("KvguardDrifted", "resolved"), "the receiver was told so")
+    assert {path for path, _ in watch.receiver.alerts("KvguardDrifted", "firing")} == {"page"}
+    recorded = "namespace_job:kvguard_replicas_serving:sum"
+    until(lambda: [one["value"][1] for one in watch.query(recorded)] == ["1"], "rules record that one replica serves")
+
+
+def test_hurrying_changes_times_and_nothing_else() -> None:
+    shipped = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yaml").read_text("utf-8"))
+    hurried = yaml.safe_load(hurried_rules("1s"))
+    for before, after in zip(shipped["groups"], hurried["groups"], strict=True):
+        assert {**before, "interval": "", "rules": []} == {**after, "interval": "", "rules": []}
+        for rule, other in zip(before["rules"], after["rules"], strict=True):
+            assert {**rule, "for": ""} == {**other, "for": ""}

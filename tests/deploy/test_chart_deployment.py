@@ -318,3 +318,16 @@ WRONG = [
 @pytest.mark.parametrize(("values", "said"), WRONG)
 def test_a_wrong_value_is_named(values, said):
     assert said in rejected(merged(LEAST, values))
+
+
+def test_refusals_are_remembered_on_an_empty_dir_of_their_own():
+    """Whatever keeps the records: a claim that pods share would share refusals too."""
+    found = spec({"records": {"claim": "records"}})
+    folder = option(container(found)["args"], "--refusals")
+    (mount,) = [item for item in container(found)["volumeMounts"] if item["mountPath"] == folder]
+    (volume,) = [item for item in found["volumes"] if item["name"] == mount["name"]]
+    assert set(volume) == {"name", "emptyDir"}
+    assert not mount.get("readOnly")
+    off = spec({"kvguard": {"rememberRefusals": False}})
+    assert "--refusals" not in container(off)["args"]
+    assert "refusals" not in {item["name"] for item in off["volumes"]}

@@ -97,3 +97,56 @@ def test_pages_are_few():
         "KvguardMixedReplicas",
         "KvguardTooFewServing",
     ]
+
+
+PAGE = "on every page of kvguard: KvguardTargetDown, and KvguardAbsent for a whole fleet"
+ABSENT_ELSEWHERE = {
+    "up": "a target without kvguard is not ours to miss",
+    "kvguard_build_info": PAGE,
+    "kvguard_state": PAGE,
+    "kvguard_effective_info": PAGE,
+    "kvguard_check_status": PAGE,
+    "kvguard_proxy_delay_seconds_sum": PAGE,
+    "kvguard_proxy_delay_seconds_count": PAGE,
+    "kvguard_proxy_cpu_seconds_total": PAGE,
+    "kvguard_proxy_time_to_first_byte_seconds_bucket": PAGE,
+    "kvguard_proxy_requests_total": "begins with the first request",
+    "kvguard_canary_unanswered": "begins with the first silence of five minutes",
+    "kvguard_shadow_collapsed_total": "there while kvguard_shadow_state is not off",
+    "kvguard_shadow_sum": "there while kvguard_shadow_state is not off",
+    "kvguard_shadow_noise_floor_nats": "there while kvguard_shadow_state is not off",
+    "kvguard_engine_preemptions_total": "of the same statistics as kvguard_batch_waiting_requests",
+    "vllm:prompt_tokens_total": "of the same page as vllm:generation_tokens_total",
+    "kube_pod_container_status_ready": "KvguardExitCodesAbsent",
+    "kube_pod_container_status_last_terminated_exitcode": "begins with the first container that ended",
+}
+"""What alerts read and KvguardFiguresAbsent does not name, with what notices its absence, or why there is none to notice."""
+
+
+def test_each_alert_is_paired_with_its_absent_case(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "deploy" / "generate"))
+    from metric_names import used
+
+    recorded = {rule["record"]: rule["expr"] for group in GROUPS for rule in group["rules"] if "record" in rule}
+
+    def read(expression: str) -> set[str]:
+        names = set(used(expression))
+        return {found for name in names for found in (read(recorded[name]) if name in recorded else {name})}
+
+    (absent,) = [rule for rule in ALERTS if rule["alert"] == "KvguardFiguresAbsent"]
+    figures = set(re.findall(r'"figure", "([^"]+)"', absent["expr"]))
+    assert figures == read(absent["expr"]) - {"kvguard_state"}
+    everything = set()
+    for rule in ALERTS:
+        names = read(rule["expr"])
+        assert names, rule["alert"]
+        assert names <= figures | ABSENT_ELSEWHERE.keys(), rule["alert"]
+        everything |= names
+    assert ABSENT_ELSEWHERE.keys() <= everything, "no reason without its metric"
+
+
+def test_each_figure_that_can_be_absent_has_a_runbook_line():
+    (absent,) = [rule for rule in ALERTS if rule["alert"] == "KvguardFiguresAbsent"]
+    text = (ROOT / absent["annotations"]["runbook_url"]).read_text("utf-8")
+    for figure in re.findall(r'"figure", "([^"]+)"', absent["expr"]):
+        assert f"`{figure}`" in text

@@ -1,7 +1,8 @@
 """Run by the engine's own interpreter: a tiny checkpoint with random weights whose attention matters.
 
-make_tiny.py KIND BASE OUT: KIND is mistral (sliding window), gemma2 (soft caps, windows in every other layer) or gptoss
-(attention sinks, windows in every other layer, experts); the tokenizer is that of BASE.
+make_tiny.py KIND BASE OUT [JSON]: KIND is llama (grouped heads), mistral (sliding window), gemma2 (soft caps, windows in
+every other layer) or gptoss (attention sinks, windows in every other layer, experts); the tokenizer is that of BASE. JSON
+holds values of the config that replace those below.
 """
 
 import json
@@ -10,12 +11,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig
 
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
-def config_of(kind: str, base: dict) -> object:
+def config_of(kind: str, base: dict, own: dict) -> object:
     common = {
         "vocab_size": base["vocab_size"],
         "hidden_size": 192,
@@ -30,18 +31,21 @@ def config_of(kind: str, base: dict) -> object:
         "pad_token_id": 0,
         "tie_word_embeddings": kind != "gptoss",
     }
+    if kind == "llama":
+        return LlamaConfig(**{**common, **own})
     if kind == "mistral":
-        return MistralConfig(**common, sliding_window=24)
+        return MistralConfig(**{**common, "sliding_window": 24, **own})
     if kind == "gemma2":
         caps = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 64}
-        return Gemma2Config(**common, **caps, sliding_window=24, layer_types=ALTERNATING)
+        return Gemma2Config(**{**common, **caps, "sliding_window": 24, "layer_types": ALTERNATING, **own})
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return GptOssConfig(**common, **experts, sliding_window=32, layer_types=ALTERNATING)
+    return GptOssConfig(**{**common, **experts, "sliding_window": 32, "layer_types": ALTERNATING, **own})
 
 
-def main(kind: str, base: Path, out: Path) -> None:
+def main(kind: str, base: Path, out: Path, own: str = "{}") -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(kind, json.loads((base / "config.json").read_text()))).float()
+    config = config_of(kind, json.loads((base / "config.json").read_text()), json.loads(own))
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, values in model.named_parameters():
             if "norm" in name:
@@ -59,4 +63,4 @@ def main(kind: str, base: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

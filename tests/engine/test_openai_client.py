@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -12,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from guarded import Guarded
+from guarded import Guarded, Reader
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL = {
@@ -30,9 +32,15 @@ SCHEMA = {
 }
 
 
+LONG = 7000
+"""Tokens that nobody waits for: minutes of work."""
+
+
 @pytest.fixture(scope="module")
 def served(guarded: Callable[..., Guarded]) -> Guarded:
+    """Prompts are computed 64 tokens at a time, so that there is something to leave in the middle of."""
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    flags += ("--max-num-batched-tokens", "64", "--max-model-len", "8192", "--no-enable-prefix-caching")
     return guarded("plain", *flags, options=("--access-log",)).wait_ready()
 
 
@@ -43,14 +51,30 @@ def client(served: Guarded) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def idle(served: Guarded) -> bool:
-    """Whether the engine comes to rest."""
-    end = time.monotonic() + 300
-    while served.gauge("vllm:num_requests_running") != 0.0:
+def total(served: Guarded, name: str) -> float:
+    """A counter of the engine's."""
+    value = served.gauge(name)
+    assert value is not None
+    return value
+
+
+def until_running(served: Guarded, number: int) -> bool:
+    """Whether so many requests come to run, by the engine's own gauge."""
+    end = time.monotonic() + 600
+    while served.gauge("vllm:num_requests_running") != number:
         if time.monotonic() > end:
             return False
-        time.sleep(0.05)
+        time.sleep(0.02)
     return True
+
+
+@contextlib.contextmanager
+def abandoned(served: Guarded) -> Iterator[None]:
+    """What is asked inside is left before its LONG tokens are made: the engine comes to rest, and has not made them."""
+    before = total(served, "vllm:generation_tokens_total")
+    yield
+    assert until_running(served, 0)
+    assert total(served, "vllm:generation_tokens_total") - before < LONG, "the engine made all of it, for nobody"
 
 
 def test_chat(served, client):
@@ -139,21 +163,60 @@ def test_errors_are_the_engines(served, client):
 
 
 def test_a_stream_that_is_closed_ends_the_engines_work(served, client):
-    stream = client.chat.completions.create(
-        model=served.model, messages=CHAT, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    assert served.gauge("vllm:num_requests_running") == 1.0
-    stream.close()
-    assert idle(served)
+    with abandoned(served):
+        stream = client.chat.completions.create(
+            model=served.model, messages=CHAT, max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        assert served.gauge("vllm:num_requests_running") == 1.0
+        stream.close()
 
 
 def test_a_timeout_ends_the_engines_work(served, client):
-    with pytest.raises(openai.APITimeoutError):
+    with abandoned(served), pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=1.0).chat.completions.create(
-            model=served.model, messages=CHAT, max_tokens=1500, extra_body={"ignore_eos": True}
+            model=served.model, messages=CHAT, max_tokens=LONG, extra_body={"ignore_eos": True}
         )
-    assert idle(served)
+
+
+def behind_a_long_prompt(served: Guarded, steps: Reader, *, leave: bool) -> tuple[int, bool]:
+    """Engine steps from the hang-up of a long prompt to the first token of the request behind it; whether it was computed.
+
+    `steps` is a stream that gets a token in every step. With `leave` False nobody hangs up.
+    """
+    body = {"model": served.model, "prompt": [5] * 7500, "max_tokens": 1}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    prompts = total(served, "vllm:prompt_tokens_total")
+    with socket.create_connection(("127.0.0.1", served.port), timeout=600) as long:
+        long.sendall(head.encode() + data)
+        assert until_running(served, 2)
+        if leave:
+            long.close()
+        before = steps.tokens()
+        answer = httpx.post(f"{served.base_url}/v1/completions", json={**body, "prompt": [7] * 8}, trust_env=False, timeout=600)
+        took = steps.tokens() - before
+    assert answer.status_code == 200
+    computed = total(served, "vllm:prompt_tokens_total") - prompts
+    assert until_running(served, 1)
+    return took, computed > 8  # a prompt is counted when its last part is computed
+
+
+def test_a_prompt_that_is_left_while_it_is_computed_holds_up_nobody(served):
+    """The step in progress, one scheduled ahead, and the next request's own; not the rest of the prompt.
+
+    One of five attempts has to show it, since a machine can stand still between what is done here and what is counted.
+    """
+    steps = Reader(served, max_tokens=LONG, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    try:
+        assert steps.began.wait(300)
+        _, stayed = behind_a_long_prompt(served, steps, leave=False)
+        left = [behind_a_long_prompt(served, steps, leave=True) for _ in range(5)]
+        assert any(took <= 4 and not computed for took, computed in left), left
+        assert stayed, "the prompt that nobody left is counted, so the count would show one that went on"
+    finally:
+        steps.leave()
+    assert until_running(served, 0)
 
 
 def test_a_closed_connection_is_retried_by_the_client(served):
@@ -189,7 +252,7 @@ def test_async(served):
 
     answers = asyncio.run(ask())
     assert all("Paris" in answer for answer in answers)
-    assert idle(served)
+    assert until_running(served, 0)
 
 
 def test_async_cancellation_ends_the_engines_work(served):
@@ -198,17 +261,16 @@ def test_async_cancellation_ends_the_engines_work(served):
         async with openai.AsyncOpenAI(base_url=f"{served.base_url}/v1", api_key="k", http_client=http) as made:
             asking = asyncio.create_task(
                 made.chat.completions.create(
-                    model=served.model, messages=CHAT, max_tokens=1500, extra_body={"ignore_eos": True}
+                    model=served.model, messages=CHAT, max_tokens=LONG, extra_body={"ignore_eos": True}
                 )
             )
-            while served.gauge("vllm:num_requests_running") != 1.0:
-                await asyncio.sleep(0.05)
+            assert await asyncio.to_thread(until_running, served, 1)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
 
-    asyncio.run(ask())
-    assert idle(served)
+    with abandoned(served):
+        asyncio.run(ask())
 
 
 def test_the_access_log_names_requests_and_not_their_content(served):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kvguard.engine.run_directory import RunDirectory
 from kvguard.guard.prepare import Prepared, plan_for, prepare
 from kvguard.policy.models import Policy
 from kvguard.reference.artefact import Calibration, Options, overlays_directory, save_calibration
-from kvguard.reference.prompts import default_prompts
+from kvguard.reference.prompts import PromptSet, default_prompts, load_prompts
 from kvguard.verdict.checks import describe, violations
 from kvguard.vocabulary import ScaleState
 from launches import policy
@@ -40,17 +41,20 @@ class Place:
         self._metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {text}\n")
         self.public = text.partition("+")[0]
 
-    def prepare(self, *flags: str, required: Policy | None = RUNTIME, named: Path | None = None) -> Prepared:
-        return prepare((str(self.vllm), "serve", str(self.model), *flags), required, os.environ, scales=named)
+    def prepare(
+        self, *flags: str, required: Policy | None = RUNTIME, named: Path | None = None, prompts: PromptSet | None = None
+    ) -> Prepared:
+        command = (str(self.vllm), "serve", str(self.model), *flags)
+        return prepare(command, required, os.environ, scales=named, prompts=prompts or default_prompts())
 
-    def calibrate(self, out: Path | None = None, k: float = 0.05) -> Calibration:
+    def calibrate(self, out: Path | None = None, k: float = 0.05, prompts: str = default_prompts().digest) -> Calibration:
         files, declared, digests = reread(self.model)
         return save_calibration(
             files=files,
             declared=declared,
             digests=digests,
             engine=self.public,
-            prompts=default_prompts().digest,
+            prompts=prompts,
             options=Options(headroom=2.0, model_dtype="bfloat16"),
             scales=scales(k=k),
             report={},
@@ -154,6 +158,37 @@ def test_two_that_fit_are_refused_until_one_is_named(place: Place) -> None:
     named = place.prepare(named=Path(second.path))
     assert refused(named) == ""
     assert named.calibration == second.summary()
+
+
+def test_one_made_with_other_prompts_than_those_given_is_not_used(place: Place, tmp_path: Path) -> None:
+    calibration = place.calibrate()
+    (tmp_path / "prompts.txt").write_text("Something else entirely.\n")
+    theirs = load_prompts(tmp_path / "prompts.txt")
+    found = place.prepare(prompts=theirs)
+    assert found.runtime is not None
+    assert found.runtime.missing, "so that --calibrate calibrates"
+    assert f"no calibration of this checkpoint for vLLM 0.32.0 with prompt set {theirs.digest[:19]}" in refused(found)
+    named = refused(place.prepare(prompts=theirs, named=Path(calibration.path)))
+    assert f"was made with prompt set {calibration.prompts[:19]}, --calibration-prompts is {theirs.digest[:19]}" in named
+    ours = place.calibrate(prompts=theirs.digest)
+    assert place.prepare(prompts=theirs).calibration == ours.summary()
+    assert refused(place.prepare(prompts=theirs, named=Path(ours.path))) == ""
+
+
+def test_a_checkpoint_in_another_place_leaves_the_overlay_in_use_alone(place: Place, tmp_path: Path) -> None:
+    first = place.calibrate()
+    before = os.stat(first.path).st_ino
+    shutil.copytree(place.model, tmp_path / "moved")
+    at_home, place.model = place.model, tmp_path / "moved"
+    for _ in range(2):
+        moved = place.prepare().runtime
+        assert moved is not None
+        assert moved.overlay not in (None, first.path)
+        assert os.path.dirname(os.path.realpath(f"{moved.overlay}/model.safetensors")) == str(tmp_path / "moved")
+    place.model = at_home
+    again = place.prepare().runtime
+    assert again is not None
+    assert (again.overlay, os.stat(first.path).st_ino) == (first.path, before)
 
 
 def test_one_that_is_stale_is_named_as_such(place: Place, tmp_path: Path) -> None:

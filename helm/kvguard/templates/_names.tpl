@@ -44,6 +44,29 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .root.Capabilities.APIVersions.Has (printf "%s/%s" .api .kind) -}}yes{{- end -}}
 {{- end -}}
 
+{{/* "yes" when this is a group of nodes. */}}
+{{- define "kvguard.isGroup" -}}
+{{- if .Values.multiNode.enabled -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "kvguard.hasGroups" -}}
+{{- include "kvguard.has" (dict "root" . "api" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet") -}}
+{{- end -}}
+
+{{/* The LeaderWorkerSet: its controller makes a headless Service of the same name, so it is not that of our Service. */}}
+{{- define "kvguard.groupName" -}}
+{{- printf "%s-group" (include "kvguard.fullname" .) -}}
+{{- end -}}
+
+{{/* What runs the engines, as autoscalers name it. */}}
+{{- define "kvguard.target" -}}
+{{- if include "kvguard.isGroup" . -}}
+{apiVersion: leaderworkerset.x-k8s.io/v1, kind: LeaderWorkerSet, name: {{ include "kvguard.groupName" . }}}
+{{- else -}}
+{apiVersion: apps/v1, kind: Deployment, name: {{ include "kvguard.fullname" . }}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvguard.hasKeda" -}}
 {{- include "kvguard.has" (dict "root" . "api" "keda.sh/v1alpha1" "kind" "ScaledObject") -}}
 {{- end -}}
@@ -58,6 +81,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if $v.calibration.enabled -}}
 {{- fail "calibration.enabled: needs mode: wrapper; `kvguard attach` does not choose what the engine loads" -}}
 {{- end -}}
+{{- end -}}
+{{- if and $v.multiNode.enabled (ne $v.mode "sidecar") -}}
+{{- fail (printf "multiNode.enabled: needs mode: sidecar, found mode: %s; `kvguard serve` reads the tensors of one node, and ranks on others would go unproven" $v.mode) -}}
+{{- end -}}
+{{- if and $v.multiNode.enabled (lt (int $v.engine.gpus) 1) -}}
+{{- fail "engine.gpus: multiNode.enabled needs at least 1 for each node" -}}
 {{- end -}}
 {{- if and (eq $v.model.source "hub") (not $v.model.name) -}}
 {{- fail "model.name: required, the model's name on the hub, for example --set model.name=Qwen/Qwen3-8B" -}}
@@ -99,7 +128,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range $flag := list "--host" "--port" "--uds" -}}
+{{- $set := list "--host" "--port" "--uds" -}}
+{{- if $v.multiNode.enabled -}}
+{{- $set = concat $set (list "--nnodes" "-n" "--node-rank" "-r" "--master-addr" "--master-port" "--headless" "--tensor-parallel-size" "-tp" "--pipeline-parallel-size" "-pp") -}}
+{{- end -}}
+{{- range $flag := $set -}}
 {{- range $argument := concat $v.engine.args $v.shadow.reference.args -}}
 {{- if or (eq $argument $flag) (hasPrefix (printf "%s=" $flag) $argument) -}}
 {{- fail (printf "engine.args: %s is set by the chart" $flag) -}}

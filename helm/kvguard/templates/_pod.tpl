@@ -199,12 +199,49 @@ topologySpreadConstraints:
 - --served-model-name
 - {{ default $v.model.name $v.model.servedName | default (include "kvguard.fullname" .root) | quote }}
 {{- end }}
-{{- if gt (int .gpus) 1 }}
+{{- if include "kvguard.isGroup" .root }}
+{{- include "kvguard.groupFlags" . }}
+{{- else if gt (int .gpus) 1 }}
 - --tensor-parallel-size
 - {{ .gpus | quote }}
 {{- end }}
 {{- range .args }}
 - {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Flags of one node of a group: {root, gpus, worker}. LeaderWorkerSet sets the variables. */}}
+{{- define "kvguard.groupFlags" -}}
+{{- $v := .root.Values -}}
+{{- $tensor := int .gpus -}}
+{{- if eq $v.multiNode.parallelism "tensor" }}{{ $tensor = mul $tensor (int $v.multiNode.size) }}{{ end }}
+{{- if gt (int $tensor) 1 }}
+- --tensor-parallel-size
+- {{ $tensor | quote }}
+{{- end }}
+{{- if eq $v.multiNode.parallelism "pipeline" }}
+- --pipeline-parallel-size
+- {{ $v.multiNode.size | quote }}
+{{- end }}
+- --nnodes
+- {{ $v.multiNode.size | quote }}
+- --node-rank
+- {{ ternary "$(LWS_WORKER_INDEX)" "0" (default false .worker) | quote }}
+- --master-addr
+- $(LWS_LEADER_ADDRESS)
+- --master-port
+- {{ $v.multiNode.masterPort | quote }}
+{{- if .worker }}
+- --headless
+{{- end }}
+{{- end -}}
+
+{{/* The address that a node tells the others. */}}
+{{- define "kvguard.groupEnvironment" -}}
+{{- if include "kvguard.isGroup" . }}
+- name: VLLM_HOST_IP
+  valueFrom:
+    fieldRef: {fieldPath: status.podIP}
 {{- end }}
 {{- end -}}
 
@@ -282,6 +319,7 @@ would outlive a restart of its container, and vLLM does not start on a socket th
   command: {{- include "kvguard.vllm" (merge (dict "listen" (list "--host" "127.0.0.1" "--port" "8001")) .) | nindent 4 }}
   env:
     {{- include "kvguard.environment" .root | nindent 4 }}
+    {{- include "kvguard.groupEnvironment" .root | nindent 4 }}
     {{- include "kvguard.apiKey" . | nindent 4 }}
     {{- with $v.env }}
     {{- toYaml . | nindent 4 }}
@@ -294,6 +332,52 @@ would outlive a restart of its container, and vLLM does not start on a socket th
   volumeMounts:
     {{- include "kvguard.mounts" .root | nindent 4 }}
     {{- with $v.volumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* A pod of a group that serves nothing: one more node's ranks. {root, component, args, gpus, apiKey, worker}. */}}
+{{- define "kvguard.workerPod" -}}
+{{- $v := .root.Values -}}
+metadata:
+  labels:
+    {{- include "kvguard.labels" . | nindent 4 }}
+    {{- with $v.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $v.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "kvguard.podSettings" . | nindent 2 }}
+  terminationGracePeriodSeconds: {{ add (int $v.drain.preStop) (int $v.drain.grace) 20 }}
+  {{- with trim (include "kvguard.initContainers" .root) }}
+  initContainers: {{- . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: vllm
+      image: {{ include "kvguard.image" (dict "image" $v.engine.image "tag" "latest") }}
+      imagePullPolicy: {{ $v.engine.image.pullPolicy }}
+      command: {{- include "kvguard.vllm" (merge (dict "listen" list) .) | nindent 8 }}
+      env:
+        {{- include "kvguard.environment" .root | nindent 8 }}
+        {{- include "kvguard.groupEnvironment" .root | nindent 8 }}
+        {{- with $v.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- with $v.envFrom }}
+      envFrom: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      securityContext: {{- include "kvguard.containerSecurity" .root | nindent 8 }}
+      resources: {{- include "kvguard.resources" . | nindent 8 }}
+      volumeMounts:
+        {{- include "kvguard.mounts" .root | nindent 8 }}
+        {{- with $v.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    {{- include "kvguard.volumes" .root | nindent 4 }}
+    {{- with $v.volumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}
@@ -376,6 +460,10 @@ spec:
       args:
         - serve
         {{- include "kvguard.options" . | nindent 8 }}
+        {{- if $v.kvguard.rememberRefusals }}
+        - --refusals
+        - /var/lib/kvguard-refusals
+        {{- end }}
         {{- range .shadow }}
         - {{ . | quote }}
         {{- end }}
@@ -403,6 +491,9 @@ spec:
       volumeMounts:
         {{- include "kvguard.mounts" $root | nindent 8 }}
         - {name: policy, mountPath: /etc/kvguard, readOnly: true}
+        {{- if $v.kvguard.rememberRefusals }}
+        - {name: refusals, mountPath: /var/lib/kvguard-refusals}
+        {{- end }}
         {{- if and .scales $v.calibration.enabled }}
         - {name: scales, mountPath: /scales, readOnly: true}
         {{- end }}
@@ -414,6 +505,11 @@ spec:
     {{- include "kvguard.volumes" $root | nindent 4 }}
     - name: policy
       configMap: {name: {{ include "kvguard.fullname" $root }}-policy}
+    {{- if and $v.kvguard.rememberRefusals (eq $v.mode "wrapper") }}
+    # It outlives the container and not the pod: another node, or another GPU, is another question.
+    - name: refusals
+      emptyDir: {sizeLimit: 16Mi}
+    {{- end }}
     {{- if and .scales $v.calibration.enabled }}
     - name: scales
       persistentVolumeClaim: {claimName: {{ $v.calibration.claim }}, readOnly: true}
