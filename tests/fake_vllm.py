@@ -165,7 +165,8 @@ class Engine:
             return JSONResponse({"error": {"message": "EngineCore encountered an issue", "code": 500}}, 500)
         self._dead = self._dead or (faulty("dies_while_serving") and body.get("prompt") == "die")
         if body.get("stream"):
-            return StreamingResponse(self._pieces(), media_type="text/event-stream")
+            counted = bool((body.get("stream_options") or {}).get("include_usage"))
+            return StreamingResponse(self._pieces(counted), media_type="text/event-stream")
         if body.get("prompt_logprobs"):
             scored = [{str(token): {"logprob": -0.5}} for token in body["prompt"]]
             return JSONResponse({"choices": [{"text": "x", "prompt_logprobs": [None, *scored[1:]]}]})
@@ -189,12 +190,14 @@ class Engine:
         words = (await request.json())["prompt"].split()
         return JSONResponse({"count": len(words), "tokens": list(range(len(words)))})
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
+    async def _pieces(self, counted: bool) -> AsyncIterator[bytes]:
         self._running += 1
         try:
             for index in range(_PIECES):
                 yield b'data: {"choices": [{"text": "%d"}]}\n\n' % index
                 await asyncio.sleep(0.05)
+            if counted:
+                yield b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": %d}}\n\n' % _PIECES
             yield b"data: [DONE]\n\n"
         finally:
             self._running -= 1

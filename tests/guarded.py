@@ -261,6 +261,7 @@ class Reader(threading.Thread):
         self._body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, **body}
         self.received = bytearray()
         self.began = threading.Event()
+        self._left = threading.Event()
         self.error: httpx.HTTPError | None = None
         self.start()
 
@@ -270,8 +271,20 @@ class Reader(threading.Thread):
                 for piece in answer.iter_bytes():
                     self.received.extend(piece)
                     self.began.set()
+                    if self._left.is_set():
+                        return
         except httpx.HTTPError as error:
             self.error = error
+
+    def leave(self) -> None:
+        """Hang up, at the next piece."""
+        self._left.set()
+        self.join(120)
+
+    def tokens(self) -> int:
+        """How many tokens have come, where the request asks for `continuous_usage_stats`."""
+        _, found, usage = bytes(self.received).rpartition(b'"completion_tokens":')
+        return int(usage.split(b",")[0].split(b"}")[0]) if found else 0
 
     def events(self) -> list[str]:
         """The data of the events received."""

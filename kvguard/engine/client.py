@@ -185,7 +185,7 @@ class EngineClient:
         if self._closed:
             return Answer(error=self._closed)
         # Waited for without cancelling it: a collective_rpc that is given up leaves replies behind.
-        self._pending = asyncio.create_task(
+        mine = self._pending = asyncio.create_task(
             self._request(
                 "GET" if question is None else "POST",
                 INSIDE_PATH + topic,
@@ -195,10 +195,10 @@ class EngineClient:
                 limit=MAX_REPLY,
             )
         )
-        done, _ = await asyncio.wait({self._pending}, timeout=deadline)
+        done, _ = await asyncio.wait({mine}, timeout=deadline)
         if not done:
             return Answer(error=f"the workers did not answer within {deadline:g} s")
-        answer = self._pending.result()
+        answer = mine.result()  # `_pending` may already be the next question
         if answer.status == 404:
             return Answer(status=404, error="the engine has no reader of kvguard's, or another start's secret")
         if answer.status == 500:

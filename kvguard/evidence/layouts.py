@@ -67,15 +67,13 @@ def pooled_layouts(
 
     Such an engine cuts the layers into groups of equal size; a block holds the layers of one group, so the bytes of a block say
     nothing of how many tokens a sequence needs. `one_table`: whether all layers are one group (hybrid manager off, or every
-    layer has the same window); None when the engine does not say, and both are listed. Which width the windowed
-    layers have does not show when they are in `skipped`: their pages are made as large as the others'.
+    layer has the same window); None when the engine does not say, and both are listed. () when `skipped` matches a layer:
+    pages of two dtypes are made equal, by larger blocks or by padding, and the size then shows neither.
     """
     layers = geometry.attention_layers if geometry is not None else None
     if geometry is None or not layers or not geometry.sliding_layers or geometry.hybrid or geometry.unknown_reason:
         return ()
-    windowed = windowed_layers(geometry)
-    named = set(skipped) - {SLIDING}
-    if skipped_layers(geometry, tuple(named)) or (SLIDING in skipped and len(windowed) == layers):
+    if skipped_layers(geometry, skipped):
         return ()
     sizes = {layers} if one_table is not False else set()
     sizes |= {group_size(geometry)} if one_table is not True else set()
@@ -83,14 +81,8 @@ def pooled_layouts(
     found = []
     for dtype in KV_DTYPES:
         cost = bytes_per_token(geometry, dtype, 0)
-        if cost is None or boundary(geometry, dtype):
-            continue
-        hidden = [(), windowed] if SLIDING in skipped and (width_bits(dtype) or 16) < 16 else [()]
-        found += [
-            Layout(dtype=dtype, sixteen_bit_layers=wide, bytes_per_token=cost / layers * size * times)
-            for size in sorted(sizes)
-            for wide in hidden
-        ]
+        if cost is not None and not boundary(geometry, dtype):
+            found += [Layout(dtype=dtype, bytes_per_token=cost / layers * size * times) for size in sorted(sizes)]
     return tuple(found)
 
 

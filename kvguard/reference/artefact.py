@@ -141,14 +141,25 @@ def find_calibrations(
 def at_home(calibration: Calibration, files: CheckpointFiles, declared: Declared, directory: Path) -> Calibration:
     """The calibration as an overlay of the checkpoint in `files.directory`.
 
-    Itself when its links lead there; else written again, under its own digest, into `directory`: it may come from
-    another machine, where the checkpoint lies elsewhere.
+    Itself when its links lead there; else written again into `directory`, under its own digest: it may come from another
+    machine, where the checkpoint lies elsewhere. Where an overlay for another place stands under that digest already, a
+    server may be using it: this one's name then tells its place as well.
     """
     if os.path.realpath(calibration.source) == os.path.realpath(files.directory):
         return calibration
+    place = directory / calibration.digest.removeprefix("sha256:")
+    if place.is_dir() and not _leads_to(place, files.directory):
+        place = place.with_name(f"{place.name}-{sha256_of(os.path.abspath(files.directory))[7:15]}")
     sealed = open_sealed(Path(calibration.path))
     report = (Path(calibration.path) / REPORT).read_bytes()
-    return _write(sealed.manifest.about, calibration.engine, files, declared, calibration.scales, report, directory, None)
+    return _write(sealed.manifest.about, calibration.engine, files, declared, calibration.scales, report, directory, place)
+
+
+def _leads_to(overlay: Path, directory: str) -> bool:
+    try:
+        return os.path.realpath(open_sealed(overlay).manifest.source) == os.path.realpath(directory)
+    except UsageError:
+        return True  # broken, so that nobody starts from it: written anew
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from kvguard.vocabulary import Frozen, Json, UsageError
 FILE_LIMIT = 16 << 20
 MAX_PROMPTS = 100_000
 _OURS = "calibration_prompts.jsonl"
+_JSON_LINES = (".jsonl", ".ndjson")
 
 
 class Turn(Frozen):
@@ -69,13 +70,15 @@ def load_prompts(path: Path | None) -> PromptSet:
 def parse_prompts(text: str, name: str) -> tuple[Prompt, ...]:
     """Prompts of a file's text.
 
-    JSON lines when the first line that is not blank begins with `{`: each holds `text` or `prompt` (a string) or
+    JSON lines when the first line that is not blank begins with `{`, or `name` ends as such files do: each holds `text` or `prompt` (a string) or
     `messages` (a chat). Else plain text: blocks separated by blank lines, or, where there is no blank line, one prompt a
-    line. Raises UsageError naming the line.
+    line. Raises UsageError naming the line, also of a NUL, which no text file holds.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     first = next((line for line in lines if line.strip()), "")
-    if first.lstrip().startswith("{"):
+    if nul := next((number for number, line in enumerate(lines, 1) if "\0" in line), 0):
+        raise UsageError(f"prompt file {name} line {nul}: holds a NUL byte: this is no text file")
+    if first.lstrip().startswith("{") or name.lower().endswith(_JSON_LINES):
         found = [_from_json(line, f"prompt file {name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     else:
         body = "\n".join(lines).strip("\n")

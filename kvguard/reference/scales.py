@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from typing import Any
 
 from kvguard.facts.calibration import E4M3_LARGEST
+from kvguard.files import printable
 from kvguard.reference.ranges import Ranges, Side
 from kvguard.vocabulary import Frozen, Json, PolicyRefusal, UsageError
 
@@ -23,6 +25,7 @@ headroom from 1 to 16 and for scale 1.0, 0.13 at 0.75, 0.32 at 0.5. Room costs n
 MAX_HEADROOM = 64.0
 
 _STEPS = 2**8  # a bfloat16's significant bits
+_KEYS = ("k", "v", "layers")
 _INDEX = re.compile(r"(?:^|\.)(\d{1,9})(?:\.|$)")
 
 
@@ -57,7 +60,8 @@ def scale_of(largest: float, headroom: float) -> float:
 def scales_from(ranges: Ranges, headroom: float) -> Scales:
     """One scale for the keys and one for the values of each layer, from max |x| of all heads.
 
-    Raises PolicyRefusal, naming layer and side, for values that are not finite or all zero.
+    Raises PolicyRefusal, naming layer and side, for values that are not finite or all zero, or so far from 1 that no
+    float32 holds their scale.
     """
     k: dict[int, float] = {}
     v: dict[int, float] = {}
@@ -67,6 +71,8 @@ def scales_from(ranges: Ranges, headroom: float) -> Scales:
             if not (math.isfinite(side.largest) and side.largest > 0):
                 raise PolicyRefusal(f"layer {name}: the largest {word} is {side.largest}, from which no scale follows")
             table[index] = scale_of(side.largest, headroom)
+            if not _positive(table[index]):
+                raise PolicyRefusal(f"layer {name}: the largest {word} is {side.largest}, whose scale no float32 holds")
     return Scales(k=k, v=v)
 
 
@@ -86,25 +92,39 @@ def unit_scales(layers: tuple[int, ...]) -> Scales:
 def parse_scales(document: Any, where: str) -> Scales:
     """Scales from a JSON document {"k": […], "v": […], "layers": […]}; `layers` defaults to 0, 1, 2, …
 
-    Raises UsageError naming file and key for anything else, and for scales that are not finite and positive.
+    Raises UsageError naming file and key for anything else, for other keys, and for scales that are not finite and
+    positive as the float32 that is written.
     """
     if not isinstance(document, dict):
         raise UsageError(f'{where}: required is an object {{"k": […], "v": […]}} with one number for each layer')
+    if unknown := [key for key in document if key not in _KEYS]:
+        raise UsageError(f"{where}: {printable(str(unknown[0]), 60)}: unknown key; known are {', '.join(_KEYS)}")
     sides: dict[str, list[float]] = {}
     for key in ("k", "v"):
         values = document.get(key)
         if not isinstance(values, list) or not values:
             raise UsageError(f"{where}: {key}: required is a list with one number for each attention layer")
         for position, value in enumerate(values):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value <= 0:
-                raise UsageError(f"{where}: {key}[{position}]: required is a finite number above 0, found {str(value)[:40]}")
+            if not _positive(value):
+                found = printable(str(value)[:40])
+                raise UsageError(f"{where}: {key}[{position}]: required is a finite float32 above 0, found {found}")
         sides[key] = [float(value) for value in values]
     layers = document.get("layers", list(range(len(sides["k"]))))
     plain = isinstance(layers, list) and all(type(item) is int and item >= 0 for item in layers)
     if not plain or len({len(layers), len(sides["k"]), len(sides["v"])}) != 1 or len(set(layers)) != len(layers):
         raise UsageError(f"{where}: layers: required are as many different layer indices as there are scales in k and in v")
     return Scales(k=dict(zip(layers, sides["k"], strict=True)), v=dict(zip(layers, sides["v"], strict=True)))
+
+
+def _positive(value: Any) -> bool:
+    """Whether a value is a number that stays finite and above 0 as a float32."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        (held,) = struct.unpack("<f", struct.pack("<f", value))
+    except (OverflowError, struct.error):  # a number that no float32, a whole one that no float holds
+        return False
+    return math.isfinite(held) and held > 0
 
 
 def report_layers(ranges: Ranges, scales: Scales) -> list[dict[str, Json]]:

@@ -137,7 +137,7 @@ def test_an_unread_version_passes_unknown_flags_and_says_so() -> None:
 
 def test_a_flag_that_came_and_went() -> None:
     assert parse("vllm", "serve", "--calculate-kv-scales", "m", version="0.27.1").present("--calculate-kv-scales")
-    with pytest.raises(UsageError, match=r"removed in 0\.28\.0; instead, use a checkpoint with calibrated scales"):
+    with pytest.raises(UsageError, match=r"removed in 0\.28\.0; instead, leave it out.*`kvguard calibrate MODEL`"):
         parse("vllm", "serve", "m", "--calculate_kv_scales", version="0.28.0")
 
 

@@ -174,6 +174,21 @@ class TestEvidence:
 
         run(tmp_path, handler, use)
 
+    def test_a_question_put_as_the_answer_comes_takes_nobodys_answer(self, tmp_path: Path) -> None:
+        async def handler(_: str, __: str, headers: dict[str, str], ___: bytes) -> tuple[int, bytes]:
+            return 200, replies(headers["x-kvguard-nonce"])
+
+        async def use(client: EngineClient) -> None:
+            async def the_moment_it_is_answered() -> Any:
+                while client._pending is None or not client._pending.done():
+                    await asyncio.sleep(0)
+                return await client.evidence("s", "n2")
+
+            one, other = await asyncio.gather(client.evidence("s", "n1"), the_moment_it_is_answered())
+            assert [answer.reading.replies[0].nonce for answer in (one, other)] == ["n1", "n2"]
+
+        run(tmp_path, handler, use)
+
     def test_another_nonce_closes_the_channel(self, tmp_path: Path) -> None:
         asked = []
 

@@ -62,10 +62,19 @@ def test_json_lines_hold_texts_and_chats() -> None:
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "line 1: messages"),
         ('{"text": "a", "messages": [{"role": "user", "content": "a"}]}', "line 1: required"),
         ('{"text": "\\ud800"}', "line 1: holds a lone surrogate"),
+        ("one\n\ntw\0o\n", "line 3: holds a NUL byte"),
+        ('{"text": "a"}\n\0', "line 2: holds a NUL byte"),
     ],
 )
 def test_what_is_no_prompt_is_named_by_line(text: str, words: str) -> None:
     assert words in refusal(lambda: parse_prompts(text, "f"))
+
+
+@pytest.mark.parametrize(("content", "line"), [('["a"]', 1), ('\n"a"\n', 2), ("plain", 1), ('{"text": "a"}\n["b"]\n', 2)])
+@pytest.mark.parametrize("name", ["p.jsonl", "p.JSONL", "p.ndjson"])
+def test_a_file_named_as_json_lines_is_no_plain_text(tmp_path: Path, name: str, content: str, line: int) -> None:
+    (tmp_path / name).write_text(content)
+    assert f"{name} line {line}: " in refusal(lambda: load_prompts(tmp_path / name))
 
 
 def test_a_file_is_read_and_a_bad_one_is_named(tmp_path: Path) -> None:

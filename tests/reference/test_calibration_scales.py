@@ -55,6 +55,12 @@ def test_values_from_which_no_scale_follows_are_named(bad: float) -> None:
         scales_from(ranges(side(1.0), side(bad)), 2.0)
 
 
+@pytest.mark.parametrize("bad", [1e-50, 1e42])
+def test_values_whose_scale_no_float32_holds_are_named(bad: float) -> None:
+    with pytest.raises(PolicyRefusal, match=r"the largest key is .*, whose scale no float32 holds"):
+        scales_from(ranges(side(bad), side(1.0)), 2.0)
+
+
 @pytest.mark.parametrize("name", ["attn", "blocks.3.experts.4.attn"])
 def test_a_layer_without_one_index_is_refused(name: str) -> None:
     with pytest.raises(PolicyRefusal, match="no single index"):
@@ -121,11 +127,16 @@ def test_a_scales_file_and_its_document_are_the_same() -> None:
         ([], "required is an object"),
         ({"k": [1.0]}, "f: v: required is a list"),
         ({"k": [], "v": []}, "f: k: required is a list"),
-        ({"k": [0.0], "v": [1.0]}, "f: k[0]: required is a finite number above 0, found 0.0"),
+        ({"k": [0.0], "v": [1.0]}, "f: k[0]: required is a finite float32 above 0, found 0.0"),
         ({"k": [1.0, -1], "v": [1.0, 1.0]}, "f: k[1]"),
         ({"k": [True], "v": [1.0]}, "f: k[0]"),
         ({"k": [1e999], "v": [1.0]}, "f: k[0]"),
         ({"k": ["1"], "v": [1.0]}, "f: k[0]"),
+        ({"k": [1e39], "v": [1.0]}, "f: k[0]: required is a finite float32 above 0, found 1e+39"),
+        ({"k": [10**400], "v": [1.0]}, "f: k[0]: required is a finite float32 above 0, found 1000"),
+        ({"k": [1.0], "v": [1e-50]}, "f: v[0]: required is a finite float32 above 0, found 1e-50"),
+        ({"k": [1.0], "v": [1.0], "scale": 1}, "f: scale: unknown key; known are k, v, layers"),
+        ({"k": [1.0], "v": [1.0], "a\nb": 1}, "f: a\ufffdb: unknown key"),
         ({"k": [1.0, 2.0], "v": [1.0]}, "f: layers"),
         ({"k": [1.0, 2.0], "v": [1.0, 2.0], "layers": [0, 0]}, "f: layers"),
         ({"k": [1.0], "v": [1.0], "layers": ["0"]}, "f: layers"),
