@@ -87,7 +87,7 @@ def pooled_layouts(
 
 
 def group_size(geometry: Geometry) -> int:
-    """How many layers a group holds when windowed layers have groups of their own (0.27.1, 0.32.0 kv_cache_utils.py:1458)."""
+    """Layers of a group when windowed layers have groups of their own (0.27.1 kv_cache_utils.py:1245, 0.32.0 :1467)."""
     layers = geometry.attention_layers or 0
     kinds = [count for count in (geometry.sliding_layers, layers - geometry.sliding_layers) if count]
     return max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds)

@@ -13,6 +13,7 @@ from kvguard.vocabulary import DYNAMIC_SCALE_DTYPES, ScaleState, width_bits
 
 _FLOAT32_MAX = 3.4e38
 _SHOWN = 4
+_ROUNDED = " to within 2^-8: the loader keeps them in bfloat16"
 
 
 class _Origin(Enum):
@@ -55,9 +56,10 @@ def classify_scales(
     if _Origin.OTHER in kinds:
         return ScaleState.UNKNOWN, f"layers {_layers(origins, _Origin.OTHER)}: values neither the files' nor 1.0"
     if kinds <= {_Origin.LOADED, _Origin.UNIT_LOADED}:
+        rounded = _ROUNDED if any(_is_rounded(reply, layer, declared) for reply, layer in quantized) else ""
         if calibrated:
-            return ScaleState.RUNTIME_ONCE, "equal to the calibration's scale tensors"
-        return _loaded(kinds)
+            return ScaleState.RUNTIME_ONCE, f"equal to the calibration's scale tensors{rounded}"
+        return _loaded(kinds, rounded)
     if kinds <= {_Origin.UNIT, _Origin.LOST}:
         return _unit(kinds, calculated)
     missing = _layers(origins, _Origin.UNIT, _Origin.LOST)
@@ -65,10 +67,11 @@ def classify_scales(
     return ScaleState.PARTIAL, f"layers {missing} run at 1.0 by default{in_files}"
 
 
-def _loaded(kinds: set[_Origin]) -> tuple[ScaleState, str]:
+def _loaded(kinds: set[_Origin], rounded: str) -> tuple[ScaleState, str]:
     if kinds == {_Origin.UNIT_LOADED}:
-        return ScaleState.UNIT_DECLARED, "the checkpoint's scales are exactly 1.0"
-    return ScaleState.CHECKPOINT, "equal to the checkpoint's scale tensors"
+        exact = "the checkpoint's scales are exactly 1.0"
+        return ScaleState.UNIT_DECLARED, f"1.0, the checkpoint's scales{rounded}" if rounded else exact
+    return ScaleState.CHECKPOINT, f"equal to the checkpoint's scale tensors{rounded}"
 
 
 def _unit(kinds: set[_Origin], calculated: bool) -> tuple[ScaleState, str]:
@@ -94,6 +97,16 @@ def _origin(reply: RankReply, layer: LayerReply, declared: Declared | None) -> _
         if kind in both:
             return kind
     return _Origin.UNIT_LOADED
+
+
+def _is_rounded(reply: RankReply, layer: LayerReply, declared: Declared) -> bool:
+    """Whether a scale of this layer is the file's in bfloat16 only."""
+    index = int(layer.index)
+    for values, table in ((layer.k_scale or (), declared.scales.k), (layer.v_scale or (), declared.scales.v)):
+        mine = _of_this_rank(table.get(index, ()), len(values), reply)
+        if mine is not None and not _equal(values, mine) and _equal(values, tuple(map(_bfloat16, mine))):
+            return True
+    return False
 
 
 def _side(values: tuple[float, ...], stored: tuple[float, ...] | None, reply: RankReply, layer: LayerReply) -> _Origin:

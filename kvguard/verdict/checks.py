@@ -184,12 +184,13 @@ def _layers_check(policy: Policy | None, effective: Effective) -> Check:
     else:
         result = CheckResult.PASS
         found = f"{len(effective.sixteen_bit_layers)} layers in 16 bit" if quantized else "every layer alike"
+    outside = "tokens and bytes of the cache" if effective.dtype == "mixed" else "not read from outside the engine"
     return Check(
         name="skip_layers",
         result=result,
         required=f"{stated} may stay 16-bit" if policy is not None else "layers alike",
         found=found,
-        where="cache tensors in the workers" if proven else "not read from outside the engine",
+        where="cache tensors in the workers" if proven else outside,
         action="list intended layers in kv_cache.skip_layers of the policy" if result is CheckResult.FAIL else "",
         enforced=bool(allowed) or effective.dtype == "mixed",
     )
