@@ -8,6 +8,7 @@ so that a write that was killed at any moment, and a file that was changed later
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import json
@@ -16,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ PREFIX = "kvguard-"
 """Names of files in a sealed directory that are kvguard's own, and no part of a checkpoint."""
 
 ABANDONED_AFTER = 3600.0
-"""Seconds after which a temporary directory is of a writer that did not live to rename it."""
+"""Seconds after which a temporary directory is of a writer that did not live to rename it, where locks do not say so."""
 
 _MANIFEST_LIMIT = 64 << 20
 _FILE_LIMIT = 512 << 20
@@ -84,17 +85,29 @@ def write_sealed(
         _sweep(out)
         if (kept := _kept(out, manifest)) is not None:
             return kept
-        work = Path(tempfile.mkdtemp(prefix=_temporary(out), dir=out.parent))
-        try:
-            _fill(work, files, links, manifest)
-            _put(work, out)
-        except BaseException:
-            _remove(work)
-            raise
+        with _working_directory(out) as work:
+            try:
+                _fill(work, files, links, manifest)
+                _put(work, out)
+            except BaseException:
+                _remove(work)
+                raise
         _flush_directory(out.parent)
     except OSError as error:
         raise UsageError(f"{printable(str(out))}: cannot be written: {error.strerror or error}") from error
     return Sealed(path=str(out), manifest=manifest)
+
+
+def check_place(out: Path) -> None:
+    """Raises UsageError when `write_sealed` could not write `out`, found by making its parent and a directory in it."""
+    _refuse_foreign(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(out)
+        with _working_directory(out) as work:
+            work.rmdir()
+    except OSError as error:
+        raise UsageError(f"{printable(str(out))}: cannot be written: {error.strerror or error}") from error
 
 
 def open_sealed(path: Path) -> Sealed:
@@ -161,15 +174,26 @@ def _own_file(path: Path, directory: str, limit: int = _FILE_LIMIT) -> bytes:
 
 def _kept(out: Path, manifest: Manifest) -> Sealed | None:
     """The directory that is there, if it has just this content. UsageError when what is there is not ours."""
+    _refuse_foreign(out)
     if not os.path.lexists(out):
         return None
-    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not is_sealed(out)):
-        raise UsageError(f"{printable(str(out))}: is there already and is no overlay of kvguard's; name another place")
     with contextlib.suppress(UsageError):
         found = open_sealed(out)
         if found.manifest == manifest:
             return found
     return None
+
+
+def _refuse_foreign(out: Path) -> None:
+    """UsageError when `out` is there and neither ours nor an empty directory."""
+    try:
+        mode = os.lstat(out).st_mode
+        if not stat.S_ISDIR(mode) or (any(out.iterdir()) and not is_sealed(out)):
+            raise UsageError(f"{printable(str(out))}: is there already and is no overlay of kvguard's; name another place")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UsageError(f"{printable(str(out))}: cannot be read: {error.strerror or error}") from error
 
 
 def _fill(work: Path, files: Mapping[str, bytes], links: Mapping[str, str], manifest: Manifest) -> None:
@@ -206,12 +230,47 @@ def _temporary(out: Path) -> str:
     return f".{out.name[:80]}.kvguard-"
 
 
+@contextlib.contextmanager
+def _working_directory(out: Path) -> Iterator[Path]:
+    """A new directory beside `out`, locked for as long as this process lives and needs it: who gets the lock may remove it."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=_temporary(out), dir=out.parent))
+        try:
+            descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # swept already
+            continue
+        with contextlib.suppress(OSError):  # a file system without locks: `_sweep` goes by age there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.lexists(work):  # not swept before it was locked
+            break
+        os.close(descriptor)
+    try:
+        yield work
+    finally:
+        os.close(descriptor)
+
+
 def _sweep(out: Path) -> None:
-    """Remove temporary directories that writers of this place left long ago."""
+    """Remove temporary directories of this place whose writers are dead: nobody holds their lock."""
     for left in out.parent.glob(f"{glob.escape(_temporary(out))}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_mtime > ABANDONED_AFTER:
-                _remove(left)
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if _is_abandoned(descriptor):
+                    _remove(left)
+            finally:
+                os.close(descriptor)
+
+
+def _is_abandoned(descriptor: int) -> bool:
+    """Whether the lock of a temporary directory can be had, or, where there are no locks, whether it is old."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - os.fstat(descriptor).st_mtime > ABANDONED_AFTER
+    return True
 
 
 def _remove(directory: Path) -> None:

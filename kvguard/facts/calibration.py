@@ -71,6 +71,11 @@ def attach_form(version: str, method: str | None) -> tuple[AttachForm, str] | No
     return None if entry is None else (entry["form"], str(entry["source"]))
 
 
+def keeps_model_dtype(method: str | None) -> bool:
+    """Whether the loader of this quantization method (None: dense) keeps KV scales in the model's dtype, not in float32."""
+    return (method or "") in _FACTS["scales_in_model_dtype"]["methods"]
+
+
 def scale_names(version: str, architecture: str | None) -> ScaleNames | None:
     """The names under which this version reads an architecture's scales; None where nobody read or ran it."""
     entry = entry_for(version, (entry for entry in _FACTS["names"] if architecture in entry["architectures"]))

@@ -8,8 +8,11 @@ from pathlib import Path
 
 from kvguard.canonical import sha256_of
 from kvguard.engine.client import EngineClient, model_cards
+from kvguard.engine.command import Command, as_int
+from kvguard.engine.sealed import check_place
 from kvguard.evidence.replies import Limits
 from kvguard.facts.calibration import pass_missing
+from kvguard.files import printable
 from kvguard.guard.board import Board
 from kvguard.guard.gate import Gate
 from kvguard.guard.prepare import Prepared, prepare, understand
@@ -25,7 +28,13 @@ from kvguard.reference.scales import Scales, report_layers, scales_from
 from kvguard.vocabulary import ExitCode, Frozen, Json, PolicyRefusal, UsageError
 
 _WEIGHTS = (".safetensors", ".bin", ".pt")
-_LEFT_OUT = frozenset({"--kv-cache-dtype", "--kv-cache-dtype-skip-layers", "--calculate-kv-scales"})
+_CALCULATE = "--calculate-kv-scales"
+_LEFT_OUT = frozenset({"--kv-cache-dtype", "--kv-cache-dtype-skip-layers", _CALCULATE})
+_NO_PASS = {
+    "--data-parallel-size": "data parallel: ranks would have to enter the pass together",
+    "--pipeline-parallel-size": "pipeline parallel: ranks without logits",
+}
+_WITHOUT = "run `kvguard calibrate` without it, the scales are the same"
 
 
 class Calibrated(Frozen):
@@ -64,8 +73,9 @@ def calibrate(
     """Start `argv`'s engine in 16 bit, measure, and write the artefact.
 
     Returns an exit code instead when the engine was not proven, and the guard has logged why; 0 when it was stopped first.
-    `told` sees the start before it is made. Raises UsageError for a command that cannot be, PolicyRefusal for a checkpoint
-    whose scales would not be loaded or whose attention the pass does not reproduce, EngineFailed for no answer.
+    `told` sees the start before it is made. Raises UsageError for a command that cannot be and for a place that cannot be
+    written, both before the engine is started, PolicyRefusal for a checkpoint whose scales would not be loaded or whose
+    attention the pass does not reproduce, EngineFailed for no answer.
     """
     words = sixteen_bit_words(argv, env)
     prepared = prepare(words, SIXTEEN_BIT, env, prompts=prompts)
@@ -74,6 +84,8 @@ def calibrate(
         raise PolicyRefusal(f"vLLM {version} cannot calibrate: {missing.reason} ({missing.source})")
     if reason := why_dropped(version, prepared.files, prepared.declared):
         raise PolicyRefusal(f"{directory}: {reason}")
+    _refuse_parallel(prepared.command)
+    check_place(out if out is not None else overlays_directory(env) / "<digest>")
     told(prepared)
     measured: list[Measured] = []
 
@@ -125,18 +137,41 @@ def calibrate_from_traffic(
 
 def sixteen_bit_words(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     """The command without what it says about a quantized cache; what a --config file says of it is overruled."""
-    _, command = understand(argv, env)
-    gone = {
-        index
-        for use in command.uses
-        if use.name.replace("--no-", "--", 1) in _LEFT_OUT
-        for index in range(use.start, use.start + use.count)
-    }
+    words = (word for word in argv if _plain(word.partition("=")[0]) != _CALCULATE)  # a version without it would reject it
+    _, command = understand(tuple(words), env)
+    _refuse_two_models(command)
+    gone = {index for use in command.uses if _plain(use.name) in _LEFT_OUT for index in range(use.start, use.start + use.count)}
     kept = tuple(word for index, word in enumerate(command.words.arguments) if index not in gone)
     for use in command.uses:
         if not use.count and use.name in _LEFT_OUT - {"--kv-cache-dtype"}:
             raise UsageError(f"{use.where}: belongs to a quantized cache; calibrate with a command that does not set it")
     return (*command.words.prefix, *kept, "--kv-cache-dtype", "auto")
+
+
+def _plain(flag: str) -> str:
+    """A flag as spelled, in its positive form with dashes."""
+    return flag.replace("_", "-").replace("--no-", "--", 1)
+
+
+def _refuse_two_models(command: Command) -> None:
+    """UsageError for --model beside the model: vLLM ignores it, and it may be another."""
+    taken = {index for use in command.uses for index in range(use.start, use.start + use.count)}
+    named = next((use for use in command.uses if use.name == "--model" and use.count), None)
+    if named is not None and len(taken) < len(command.words.arguments):
+        raise UsageError(f"{named.where}: the model to calibrate is {printable(command.model)}; leave --model out")
+
+
+def _refuse_parallel(command: Command) -> None:
+    """UsageError for what no reference pass runs under, as far as the command says it."""
+    for flag, reason in _NO_PASS.items():
+        use = command.last(flag)
+        size = as_int(command.value(flag))
+        if use is not None and size is not None and size > 1:
+            raise UsageError(f"{use.where}: {flag} {size} cannot be calibrated: {reason}; {_WITHOUT}")
+    if (use := command.last("--enable-lora")) is not None and command.present("--enable-lora"):
+        raise UsageError(
+            f"{use.where}: LoRA cannot be calibrated: a forward outside the runner keeps the last request's adapter; {_WITHOUT}"
+        )
 
 
 def _written(

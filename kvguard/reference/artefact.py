@@ -164,9 +164,18 @@ def _leads_to(overlay: Path, directory: str) -> bool:
 
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, so that several starts on a machine calibrate one after another, and only the first does."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Hold the directory's lock, so that several starts on a machine calibrate one after another, and only the first does.
+
+    Raises UsageError, naming it, for a directory that cannot be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UsageError(
+            f"{printable(str(directory))}: calibrations cannot be kept there: {error.strerror or error}; "
+            "set XDG_CACHE_HOME to a place that can be written"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -16,10 +16,11 @@ from kvguard.checkpoint.models import CheckpointFiles, Declared, SafetensorsHead
 from kvguard.checkpoint.quantization import CONFIG, OVERRIDES, SIDECAR
 from kvguard.engine.checkpoint_files import INDEX, MAX_INDEX_BYTES
 from kvguard.engine.sealed import PREFIX
-from kvguard.facts.calibration import attach_form, scale_names
+from kvguard.facts.calibration import attach_form, keeps_model_dtype, scale_names
 from kvguard.facts.kv_resolution import COMPRESSED_TENSORS
 from kvguard.facts.scale_names import dropped_by_model, host_copy_stays_one, owns_kv_scales, scale_name
-from kvguard.reference.scales import Scales
+from kvguard.facts.versions import KNOWN, examined
+from kvguard.reference.scales import Scales, fits_bfloat16
 from kvguard.vocabulary import Frozen, PolicyRefusal, UsageError
 
 SCALES_FILE = "kv_scales.safetensors"
@@ -82,6 +83,8 @@ def why_dropped(version: str, files: CheckpointFiles, declared: Declared) -> str
         return "its weights are not safetensors, so that an added safetensors file would be loaded in their place"
     if declared.quantization is not None and declared.quantization.file == OVERRIDES:
         return "--hf-overrides replaces its quantization_config, which would hide what the overlay declares"
+    if not examined(version):
+        return f"vLLM {version or '(no version)'} was not examined (the facts cover {KNOWN}); whether it loads them is unknown"
     form = attach_form(version, method)
     owner = method or COMPRESSED_TENSORS
     if form is None or not owns_kv_scales(version, owner, mla=mla, algorithm_declared=True):
@@ -131,6 +134,10 @@ def attach(version: str, files: CheckpointFiles, declared: Declared, names: Iter
     written[SCALES_FILE] = safetensors_bytes(tensors)
     written[INDEX] = _json_bytes(_index(files, without=old, added=tuple(tensors)))
     notes = [f"{SCALES_FILE}: {len(tensors)} scale tensors, {next(iter(tensors))} …", note]
+    if keeps_model_dtype(declared.quant_method) and not all(map(fits_bfloat16, tensors.values())):
+        notes.append(
+            f"the {declared.quant_method} loader keeps scales in the model's dtype: in bfloat16 they are these to within 2^-8"
+        )
     if old:
         notes.append(f"left out {', '.join(old)}: the checkpoint's own KV scales")
     return Overlay(files=written, links=_links(names, written, old), notes=tuple(notes))

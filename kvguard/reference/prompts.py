@@ -70,9 +70,9 @@ def load_prompts(path: Path | None) -> PromptSet:
 def parse_prompts(text: str, name: str) -> tuple[Prompt, ...]:
     """Prompts of a file's text.
 
-    JSON lines when the first line that is not blank begins with `{`, or `name` ends as such files do: each holds `text` or `prompt` (a string) or
-    `messages` (a chat). Else plain text: blocks separated by blank lines, or, where there is no blank line, one prompt a
-    line. Raises UsageError naming the line, also of a NUL, which no text file holds.
+    JSON lines when the first line that is not blank begins with `{`, or `name` ends as such files do: each holds `text`
+    or `prompt` (a string) or `messages` (a chat). Else plain text: blocks separated by blank lines, or, where there is no
+    blank line, one prompt a line. Raises UsageError naming the line, also of a NUL, which no text file holds.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     first = next((line for line in lines if line.strip()), "")

@@ -57,6 +57,11 @@ def scale_of(largest: float, headroom: float) -> float:
     return math.ldexp(math.ceil(mantissa * _STEPS) / _STEPS, exponent)
 
 
+def fits_bfloat16(scale: float) -> bool:
+    """Whether a bfloat16 holds this scale as its float32 does."""
+    return struct.pack(">f", scale)[2:] == b"\0\0"
+
+
 def scales_from(ranges: Ranges, headroom: float) -> Scales:
     """One scale for the keys and one for the values of each layer, from max |x| of all heads.
 

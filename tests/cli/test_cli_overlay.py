@@ -75,6 +75,57 @@ def test_bad_input_is_one_line(model: Path, tmp_path: Path, kv: str, words: str,
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("number", ["1e39", "1" + "0" * 400, "1e-50"])
+def test_a_scale_that_no_float32_holds_is_one_line(model: Path, tmp_path: Path, number: str) -> None:
+    (tmp_path / "s.json").write_text(f'{{"k": [{number}, 1, 1], "v": [1, 1, 1]}}')
+    done = overlay(model, "--kv", tmp_path / "s.json", "--out", tmp_path / "out", "--engine-version", "0.32.0")
+    assert done.returncode == ExitCode.USAGE
+    [line] = done.stderr.strip().splitlines()
+    assert "s.json: k[0]: required is a finite float32 above 0, found 1" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("version", ["abc", "9.9.9", "0.0.1"])
+@pytest.mark.parametrize("kv", ["unit", "none"])
+def test_a_version_that_nobody_examined_is_unknown(model: Path, tmp_path: Path, version: str, kv: str) -> None:
+    done = overlay(model, "--kv", kv, "--out", tmp_path / "out", "--engine-version", version)
+    assert done.returncode == ExitCode.USAGE
+    assert f"--engine-version {version}: unknown version; those that were examined: " in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_another_overlay_is_replaced_only_by_force(model: Path, tmp_path: Path) -> None:
+    out, version = tmp_path / "out", ("--engine-version", "0.32.0")
+    (tmp_path / "s.json").write_text(json.dumps(scales().as_document()))
+    assert overlay(model, "--kv", "unit", "--out", out, *version).returncode == 0
+    unit = open_sealed(out)
+    done = overlay(model, "--kv", tmp_path / "s.json", "--out", out, *version)
+    assert done.returncode == ExitCode.USAGE
+    assert f"is another overlay: found {unit.digest[:19]}" in done.stderr
+    assert open_sealed(out) == unit
+    inode = out.stat().st_ino
+    done = overlay(model, "--kv", "unit", "--out", out, *version)
+    assert done.returncode == 0, done.stderr
+    assert "was there already, with this digest: left as it is" in done.stdout
+    assert out.stat().st_ino == inode
+    done = overlay(model, "--kv", tmp_path / "s.json", "--out", out, "--force", *version)
+    assert done.returncode == 0, done.stderr
+    assert open_sealed(out).digest != unit.digest
+
+
+def test_a_damaged_overlay_is_replaced_only_by_force(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert overlay(model, "--kv", "none", "--out", out).returncode == 0
+    out.chmod(0o755)
+    (out / "more").write_text("mine?")
+    done = overlay(model, "--kv", "none", "--out", out)
+    assert done.returncode == ExitCode.USAGE
+    assert "more is not in the manifest" in done.stderr
+    assert "(--force replaces it)" in done.stderr
+    assert overlay(model, "--kv", "none", "--out", out, "--force").returncode == 0
+    assert not (out / "more").exists()
+
+
 def test_a_directory_of_somebody_elses_is_not_overwritten(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/x").write_text("x")

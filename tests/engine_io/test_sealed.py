@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 
 from checkpoint_fakes import refusal
 from kvguard.canonical import canonical_json, sha256_of
-from kvguard.engine.sealed import MANIFEST, is_sealed, open_sealed, write_sealed
+from kvguard.engine import sealed as sealed_module
+from kvguard.engine.sealed import MANIFEST, check_place, is_sealed, open_sealed, write_sealed
 
 ABOUT = {"kind": "test", "scales": [0.1, 0.2]}
 FILES = {"config.json": b'{"a": 1}\n', "kv_scales.safetensors": bytes(range(200))}
@@ -97,16 +100,82 @@ def test_places_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
     assert "cannot be written" in refusal(lambda: seal(tmp_path / "file/out", source))
 
 
-def test_leftovers_of_dead_writers_are_swept_when_old(tmp_path: Path, source: Path) -> None:
-    old, young = tmp_path / ".out.kvguard-dead", tmp_path / ".out.kvguard-live"
-    for directory in (old, young):
-        directory.mkdir()
-        (directory / "x").write_text("x")
-    long_ago = time.time() - 7200
-    os.utime(old, (long_ago, long_ago))
+def leftover(tmp_path: Path, name: str, age: float = 0.0) -> Path:
+    directory = tmp_path / f".out.kvguard-{name}"
+    directory.mkdir()
+    (directory / "x").write_text("x")
+    directory.chmod(0o555)
+    then = time.time() - age
+    os.utime(directory, (then, then))
+    return directory
+
+
+def test_leftovers_of_dead_writers_are_swept_and_those_of_live_ones_are_not(tmp_path: Path, source: Path) -> None:
+    dead, alive = leftover(tmp_path, "dead"), leftover(tmp_path, "live", age=7200)
+    (tmp_path / ".out.kvguard-file").write_text("x")
+    descriptor = os.open(alive, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        seal(tmp_path / "out", source)
+        assert not dead.exists()
+        assert alive.exists()
+        assert (tmp_path / ".out.kvguard-file").exists()
+    finally:
+        os.close(descriptor)
     seal(tmp_path / "out", source)
+    assert not alive.exists(), "also where the overlay itself is kept"
+
+
+def test_without_locks_leftovers_go_by_age(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sealed_module.fcntl, "flock", no_locks)
+    old, young = leftover(tmp_path, "old", age=7200), leftover(tmp_path, "young")
+    seal(tmp_path / "out", source)
+    assert is_sealed(tmp_path / "out")
     assert not old.exists()
     assert young.exists()
+
+
+def test_a_writer_whose_directory_was_swept_before_it_was_locked_takes_another(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, made = fcntl.flock, []
+
+    def swept_once(descriptor: int, operation: int) -> None:
+        made.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if len(made) == 1:
+            made[0].rmdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(sealed_module.fcntl, "flock", swept_once)
+    seal(tmp_path / "out", source)
+    assert open_sealed(tmp_path / "out").manifest.about == ABOUT
+    assert len(made) == 2
+
+
+def test_a_place_is_tried_before_it_is_needed(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "file/out: cannot be written" in refusal(lambda: check_place(tmp_path / "file/out"))
+    assert "no overlay of kvguard's" in refusal(lambda: check_place(tmp_path / "file"))
+    assert "no overlay of kvguard's" in refusal(lambda: check_place(source))
+    assert "name too long" in refusal(lambda: check_place(tmp_path / ("x" * 300)))
+    seal(tmp_path / "ours", source)
+    (tmp_path / "empty").mkdir()
+    for name in ("ours", "empty", "new", "deep/down"):
+        check_place(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "empty", "file", "ours", "source"]
+    assert list((tmp_path / "deep").iterdir()) == []
+    assert open_sealed(tmp_path / "ours").manifest.about == ABOUT
+
+
+def test_a_parent_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(sealed_module.tempfile, "mkdtemp", refused)
+    assert refusal(lambda: check_place(tmp_path / "out")) == f"{tmp_path}/out: cannot be written: Permission denied"
 
 
 # --- what is not accepted ---
@@ -239,3 +308,6 @@ def test_killed_at_any_moment_it_leaves_the_old_the_new_or_nothing(
     assert step > 10, "the writer was not killed at its steps"
     assert seen >= ({"nothing", "new"} if over == "nothing" else {"old", "new"})
     assert seal(out, source).manifest.about == ABOUT, "a later writer is not hindered by what was left"
+    for place in tmp_path.glob("place-*"):
+        seal(place / "out", source)
+        assert [entry.name for entry in place.iterdir()] == ["out"], "nor is anything left beside it"

@@ -258,9 +258,18 @@ class TestScales:
         """0.05 and 0.02 as bfloat16; anything farther off is neither the files' nor 1.0."""
         rounded = {"k_scale": [0.05004882812500], "v_scale": [0.02001953125]}
         floats = {"k_scale_float": 0.05004882812500, "v_scale_float": 0.02001953125}
-        assert self.states([layer(0, **rounded, **floats)], both(1))[0] is ScaleState.CHECKPOINT
+        state, detail = self.states([layer(0, **rounded, **floats)], both(1))
+        assert state is ScaleState.CHECKPOINT
+        assert detail == "equal to the checkpoint's scale tensors to within 2^-8: the loader keeps them in bfloat16"
+        assert self.states([layer(0)], both(1))[1] == "equal to the checkpoint's scale tensors"
         other = {"k_scale": [0.0502], "k_scale_float": 0.0502}
         assert self.states([layer(0, **other)], both(1))[0] is ScaleState.UNKNOWN
+
+    def test_scales_that_only_bfloat16_makes_one_are_not_called_exact(self) -> None:
+        files = declared(k={0: (1.001,)}, v={0: (1.0,)})
+        state, detail = self.states([unit(0)], files)
+        assert state is ScaleState.UNIT_DECLARED
+        assert detail == "1.0, the checkpoint's scales to within 2^-8: the loader keeps them in bfloat16"
 
     def test_rocm_doubles_loaded_scales(self) -> None:
         files = declared(k={0: (0.025,)}, v={0: (0.01,)})

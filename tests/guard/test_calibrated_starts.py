@@ -177,6 +177,67 @@ def test_calibrate_names_what_is_wrong_with_its_command(setting: Setting, option
     assert words in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--data-parallel-size", "2"), "--data-parallel-size 2 cannot be calibrated: data parallel"),
+        (("-dp=2",), "--data-parallel-size 2 cannot be calibrated"),
+        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size 2 cannot be calibrated: pipeline parallel"),
+        (("--enable-lora",), "LoRA cannot be calibrated"),
+        (("--model", "foo"), "leave --model out"),
+        (("--seed", "1", "--model=foo"), "leave --model out"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_before_the_start(setting: Setting, flags: tuple[str, ...], words: str) -> None:
+    done = setting.calibrate("--", *flags)
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (setting.directory / "notes/started").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/out", "model"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_start(setting: Setting, place: str) -> None:
+    (setting.directory / "file").write_text("x")
+    done = setting.calibrate("--out", str(setting.directory / place))
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    [line] = done.stderr.strip().splitlines()
+    assert f"{setting.directory / place}: " in line
+    assert not (setting.directory / "notes/started").exists()
+
+
+def test_a_cache_that_is_a_file_is_named(setting: Setting) -> None:
+    setting.cache.mkdir()
+    (setting.cache / "kvguard").write_text("x")
+    done = setting.calibrate()
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert f"{setting.cache}/kvguard/overlays/<digest>: cannot be written: " in done.stderr
+    run = setting.serve("--calibrate")
+    assert run.wait_exit(60) == ExitCode.USAGE
+    assert f"{setting.cache}/kvguard/overlays: calibrations cannot be kept there: " in run.err
+    assert "Traceback" not in done.stderr + run.err
+    assert not (setting.directory / "notes/started").exists()
+
+
+def test_a_flag_that_the_version_no_longer_has_is_left_out_by_calibrate_and_explained_by_serve(setting: Setting) -> None:
+    done = setting.calibrate("--", "--calculate-kv-scales", "--seed", "1")
+    assert "cannot be calibrated: model.layers.0" in done.stderr, "the engine was started and got as far as the pass"
+    directory = setting.directory / "run-flag"
+    directory.mkdir()
+    run = Guarded(
+        directory,
+        setting.model,
+        "--calculate-kv-scales",
+        vllm=str(setting.vllm),
+        policy=RUNTIME,
+        options=("--settle", "0"),
+        env=setting.env(),
+    )
+    setting.started.append(run)
+    assert run.wait_exit(60) == ExitCode.USAGE
+    assert "run `kvguard calibrate MODEL` once" in run.err
+
+
 def test_typed_kv_flags_do_not_reach_the_measuring_engine(setting: Setting) -> None:
     log = setting.directory / "engine.log"
     done = setting.calibrate("--engine-log", str(log), "--", "--kv-cache-dtype", "fp8", "--seed", "1")

@@ -91,6 +91,13 @@ def test_native_fp8_gets_tensors_and_has_to_be_typed() -> None:
     assert reread(overlay, source).scales.state is ScaleState.CHECKPOINT
 
 
+@pytest.mark.parametrize(("config", "value", "said"), [(MODELOPT, 0.05, 1), (MODELOPT, 0.0478515625, 0), ({}, 0.05, 0)])
+def test_a_loader_that_rounds_scales_is_named_where_it_matters(config: dict[str, Any], value: float, said: int) -> None:
+    source = files({**CONFIG, **config}, weights())
+    overlay = attach(NEW, source, declare(source), [], scales(k=value, v=0.5))
+    assert len([note for note in overlay.notes if "in bfloat16 they are these to within 2^-8" in note]) == said
+
+
 def test_the_scheme_of_another_kind_is_replaced_and_the_rest_of_the_block_kept() -> None:
     block = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 4}, "config_groups": {"g": {"a": 1}}}
     overlay, _ = made({"quantization_config": block})
@@ -146,7 +153,8 @@ def test_scales_for_other_layers_are_refused() -> None:
             NEW,
             "a dense checkpoint loads no KV scales for MLA layers",
         ),
-        ({}, "0.99.0", "loads no KV scales"),
+        ({}, "0.99.0", "vLLM 0.99.0 was not examined"),
+        ({}, "abc", "vLLM abc was not examined"),
     ],
 )
 def test_a_loader_that_would_drop_the_scales_is_named(config: dict[str, Any], version: str, words: str) -> None:
