@@ -115,6 +115,7 @@ class Shadow:
         self._choice: Choice | None = None
         self._watched: tuple[Choice, ...] = ()
         self._patient_until = self._paced_until = 0.0
+        self._beside = False  # whether clients' requests ran when the latest replay began
         self._recent: list[Observation] = []
         self._skipped: Counter[str] = Counter()
         self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
@@ -260,6 +261,7 @@ class Shadow:
         item = self._sampler.next(self._clock(), load.waiting, load.kv_pinned_ratio, load.running)
         if item is None:
             await asyncio.sleep(_IDLE)
+        self._beside = load.running != 0
         return item
 
     async def _load(self) -> EngineFigures:
@@ -420,13 +422,13 @@ class Shadow:
         if longest is not None and tokens >= longest:  # it generates one token besides
             self._sampler.drop(item, Drop.TOO_LONG, decode_seconds)
             return True
-        running = 1.0
+        beside = self._beside
 
         async def cleared() -> Drop | None:  # the load may have changed while the engine generated
-            nonlocal running
+            nonlocal beside
             while True:
                 load = await self._load()
-                running = max(load.running or 1.0, running)
+                beside = beside or load.running != 0
                 cause = self._sampler.clearance(self._clock(), tokens, load.waiting, load.kv_pinned_ratio, load.running)
                 if cause is None or cause in _LASTING or self._sampler.expired(item, self._clock()):
                     return cause
@@ -436,7 +438,8 @@ class Shadow:
         choices += self._control_choices()
         scored = await self._score(decode, choices, item.weight, item.stratum, cleared, self._watched)
         elsewhere = self._reference.comes_and_goes  # its passes cost this engine nothing
-        engine_seconds = decode_seconds / running + (0.0 if elsewhere else scored.seconds)
+        # Each step of a replay is a step of every request beside it.
+        engine_seconds = (decode_seconds if beside else 0.0) + (0.0 if elsewhere else scored.seconds)
         if scored.cause is not None:
             self._sampler.drop(item, scored.cause, engine_seconds)
         elif scored.observation is None:

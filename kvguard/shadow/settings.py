@@ -61,11 +61,12 @@ class Settings(Frozen):
     the engine's batch for a second or so.
     """
 
-    engine_share: float = Field(0.005, gt=0, le=1, allow_inf_nan=False)
-    """Share of the engine's time that probes may take: reference passes, and each replay's part of its batches.
+    engine_share: float = Field(0.003, gt=0, le=1, allow_inf_nan=False)
+    """Share of the engine's time that probes may take: reference passes, and replays beside clients' requests.
 
-    Default 0.005: a request that arrives during a pass waits for its end, so that this is also the share of first tokens
-    that can be late, and must stay well below the hundredth that a 99th percentile is about.
+    Default 0.003: a request that arrives during a pass waits for its end, and each step of a replay is one of the requests
+    beside it, so this is also the share of tokens that can be late. It must stay well below the hundredth that a 99th
+    percentile is about.
     """
 
     gap_share: float = Field(0.001, gt=0, le=1, allow_inf_nan=False)

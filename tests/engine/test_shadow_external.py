@@ -14,7 +14,7 @@ import pytest
 from guarded import Guarded
 from kvguard.engine.run_directory import process_group_members
 
-BUSY = ("rate=1", "engine-share=1", "probes-per-minute=600", "greedy=true", "max-tokens=32", "max-age-s=3600")
+BUSY = ("rate=1", "engine-share=1", "gap-share=1", "probes-per-minute=600", "greedy=true", "max-tokens=32", "max-age-s=3600")
 OPTIONS = ("--shadow-launch", *(word for setting in BUSY for word in ("--shadow-set", setting)))
 QUESTIONS = [f"Write a sentence about the number {number}." for number in range(8)]
 

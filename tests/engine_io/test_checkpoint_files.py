@@ -240,6 +240,7 @@ def test_a_hub_blob_names_its_own_digest(tmp_path):
 
 def test_resolving_names(tmp_path, monkeypatch):
     env, snapshot = hub(tmp_path)
+    monkeypatch.chdir(snapshot)  # whatever lies beside the tests is no model
     assert resolve_model(str(snapshot), env) == str(snapshot)
     assert resolve_model("ORG/NAME", {"HF_HUB_CACHE": str(tmp_path / "hub")}) == str(snapshot)
     assert resolve_model("ORG/NAME", {"HOME": str(tmp_path / "home"), **env}) == str(snapshot)

@@ -296,7 +296,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-logging.getLogger("uvicorn.error").disabled = True  # requests that are ended halfway, each with its traceback
+NOISY = logging.getLogger("uvicorn.error")
+"""Logs requests that are ended halfway, each with its traceback; whoever drives many turns it off."""
 
 
 class _Transport(asyncio.Transport):

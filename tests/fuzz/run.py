@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz_inputs import mutated
-from fuzz_targets import TARGETS, Target, broken_by
+from fuzz_targets import NOISY, TARGETS, Target, broken_by
 
 TURN = 1.0
 """Seconds that a parser is driven before the next one's turn."""
@@ -31,6 +31,7 @@ def main() -> int:
     options.add_argument("--out", type=Path, help="where inputs that broke a parser go (default: a new directory)")
     given = options.parse_args()
     warnings.simplefilter("error")
+    NOISY.disabled = True
     out = given.out or Path(tempfile.mkdtemp(prefix="kvguard-fuzz-found-"))
     chosen = [TARGETS[name] for name in given.target or TARGETS]
     counts, slowest, found = dict.fromkeys(TARGETS, 0), dict.fromkeys(TARGETS, 0.0), dict[str, str]()

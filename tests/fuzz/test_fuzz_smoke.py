@@ -6,9 +6,14 @@ from random import Random
 
 import pytest
 from fuzz_inputs import mutated
-from fuzz_targets import CORPUS, TARGETS, Target, broken_by
+from fuzz_targets import CORPUS, NOISY, TARGETS, Target, broken_by
 
 from kvguard.vocabulary import KvguardError
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NOISY, "disabled", True)
 
 
 def check(target: Target, data: bytes) -> None:

@@ -676,3 +676,25 @@ def test_what_clients_requests_span_is_put_together_and_the_self_checks_is_not()
             assert found["ranges"]["layer"]["k"] == {**side.model_dump(mode="json"), "count": 3}
 
     live(scenario())
+
+
+@pytest.mark.parametrize(("running", "seconds"), [(0.0, 0.3), (3.0, 2.3)])
+def test_a_replay_costs_its_time_where_others_run_beside_it(running: float, seconds: float) -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference(seconds=0.1), gap_share=1) as probing:
+            for total in (0.0, 1e6):
+                probing.shadow._sampler.generated(total)
+            probing.load = EngineFigures(running=running, waiting=0.0, kv_pinned_ratio=0.1, generated_total=1e6)
+            checked = len(probing.engine.asked)
+
+            def slowly(_: int) -> dict[str, Any]:
+                probing.clock.now += 2.0
+                return answer()
+
+            probing.engine.says = slowly
+            probing.client_asks()
+            await probing.until(lambda: probing.report.probes == 1)
+            assert len(probing.engine.asked) == checked + 1
+            assert probing.shadow._sampler._budget._books[-1].cost == pytest.approx(seconds)
+
+    live(scenario())
