@@ -11,6 +11,7 @@ from chart_values import Entry
 
 from kvguard.policy.models import MODEL_DTYPE, POLICY_DTYPES
 from kvguard.policy.schema import policy_schema
+from kvguard.shadow.settings import Settings
 from kvguard.vocabulary import is_quantized
 
 _TYPES: tuple[tuple[type, str], ...] = (
@@ -66,9 +67,20 @@ def chart_schema(entries: tuple[Entry, ...], alerts: tuple[str, ...]) -> dict[st
                 "additionalProperties": False,
                 "properties": dict.fromkeys(alerts, ALERT_CHANGES),
             },
+            "shadowSettings": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {name: {"type": ["string", "number", "boolean"]} for name in _setting_names()},
+            },
             **definitions,
         },
     }
+
+
+def _setting_names() -> list[str]:
+    """Each as kvguard writes it and as YAML is often written."""
+    fields = list(Settings.model_fields)
+    return [name.replace("_", "-") for name in fields] + [name for name in fields if "_" in name]
 
 
 def _section(entries: tuple[Entry, ...], extra: dict[str, Any] | None = None) -> dict[str, Any]:

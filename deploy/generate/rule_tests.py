@@ -90,10 +90,11 @@ def _replica(
     return [one for one in scraped.values() if one is not None] + in_time + supports
 
 
-def _loading(pod: str = "a") -> list[Series]:
+def _loading(pod: str = "a", starting: str = "1x600") -> list[Series]:
     return _replica(
         pod,
         "starting",
+        states={"starting": starting},
         dtype="unknown",
         confidence="unknown",
         verified=None,
@@ -342,6 +343,19 @@ CASES = (
         (("70m", _NONE),),
     ),
     Case(
+        "mixed pages although a replica never ends starting",
+        _replica("a") + _replica("b", dtype="bfloat16", scales="not_quantized", digest="none") + _loading("c"),
+        (("1h55m", _NONE), ("2h10m", _NONE), ("2h35m", [_mixed()])),
+    ),
+    Case(
+        "mixed does not page while a rollout has just begun, beside a replica that never ends starting",
+        _replica("a")
+        + _replica("b", dtype="bfloat16", scales="not_quantized", digest="none")
+        + _loading("c")
+        + _loading("d", "_x100 1x500"),
+        (("2h50m", _NONE),),
+    ),
+    Case(
         "mixed does not page for what is not established yet",
         _replica("a") + _replica("b", dtype="unknown", scales="unknown", confidence="unknown"),
         (("70m", _NONE),),
@@ -357,6 +371,7 @@ CASES = (
         (("10m", _NONE), ("1h", [_alert("KvguardReplicaRefused", "c")])),
     ),
     Case("engines that exit 3 page when too few are ready", _exits([1, 0, 0], {1: 3, 2: 3}), (("10m", [_EXITED]),)),
+    Case("an old exit 3 of a ready container does not page in a rollout", _exits([1, 0, 0], {0: 3, 1: 0}), (("30m", _NONE),)),
     Case("exit 3 does not page while most are ready", _exits([1, 1, 0], {2: 3}), (("30m", _NONE),)),
     Case("other exit codes are not policy violations", _exits([1, 0, 0], {1: 4, 2: 137}), (("30m", _NONE),)),
     Case(

@@ -39,5 +39,13 @@ def test_keda_asks_prometheus_for_this_release_only():
     assert {trigger["metadata"]["threshold"] for trigger in spec["triggers"]} == {"2.5", "64"}
 
 
+def test_both_take_replicas_away_slowly():
+    hpa = one(with_least({"autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")["spec"]["behavior"]
+    keda = one(with_least(KEDA), "ScaledObject")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert keda == hpa
+    assert hpa["scaleDown"]["stabilizationWindowSeconds"] == 600
+    assert hpa["scaleDown"]["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 300}]
+
+
 def test_keda_is_left_out_where_the_cluster_has_none():
     assert not of(render(merged(LEAST, KEDA), apis=()), "ScaledObject")

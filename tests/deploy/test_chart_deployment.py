@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from charts import CHART, LEAST, container, environment, merged, one, rejected, render, with_least
+from charts import CHART, LEAST, container, environment, helm, merged, one, rejected, render, with_least
 
 from kvguard.cli.main import app
 from kvguard.engine.command import parse_command, split_words
@@ -94,9 +95,16 @@ def test_a_held_pod_stays_up_and_unready():
     assert engine["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "management"}
     assert engine["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "management"}
     assert option(engine["args"], "--start-timeout") == "601"
-    assert deployment({"startup": {"timeout": 601}})["spec"]["progressDeadlineSeconds"] == 1201
+    assert deployment({"startup": {"timeout": 601}})["spec"]["progressDeadlineSeconds"] == 1321
     assert {"name": "management", "containerPort": 9464} in engine["ports"]
     assert engine["terminationMessagePath"] == "/dev/termination-log"
+
+
+def test_draining_and_waiting_for_scales_are_no_lack_of_progress():
+    drained = {"drain": {"preStop": 30, "grace": 300}, "startup": {"timeout": 600}}
+    assert deployment(drained)["spec"]["progressDeadlineSeconds"] == 30 + 300 + 600 + 600
+    waiting = {"calibration": {"enabled": True, "claim": "c"}, "model": {"cache": {"claim": "m"}}}
+    assert deployment(merged(drained, waiting))["spec"]["progressDeadlineSeconds"] == 30 + 300 + 2 * 600 + 600
 
 
 def test_another_management_port_is_the_same_everywhere():
@@ -279,11 +287,30 @@ def test_service_variables_never_reach_vllm():
     assert spec({})["enableServiceLinks"] is False
 
 
+def test_code_that_comes_with_a_model_is_copied_where_it_can_be_written():
+    engine = container(spec({"engine": {"args": ["--trust-remote-code"]}}))
+    path = environment(engine)["HF_MODULES_CACHE"]
+    mounts = [item for item in engine["volumeMounts"] if path.startswith(item["mountPath"] + "/")]
+    assert [item.get("readOnly", False) for item in mounts] == [False]
+
+
+def test_the_users_variables_win():
+    values = {
+        "env": [{"name": "HOME", "value": "/x"}, {"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+    }
+    for mode in ("wrapper", "sidecar"):
+        found = container(spec({"mode": mode, **values}))["env"]
+        assert [item for item in found if item["name"] in {"HOME", "A"}] == values["env"]
+        assert len({item["name"] for item in found}) == len(found)
+
+
 def test_digests_win_over_tags():
     digest = "sha256:" + "a" * 64
     assert container(spec({"engine": {"image": {"digest": digest}}}))["image"] == f"vllm/vllm-openai@{digest}"
 
 
+RUNTIME: dict[str, Any] = {"kv_cache": {"dtype": "fp8_e4m3", "scales": "runtime"}}
+CALIBRATED: dict[str, Any] = {"calibration": {"enabled": True, "claim": "c"}, "model": {"cache": {"claim": "m"}}}
 WRONG = [
     ({"model": {"name": ""}}, "model.name: required"),
     ({"mode": "sidecar", "shadow": {"mode": "in-engine"}}, "shadow.mode: in-engine needs mode: wrapper"),
@@ -302,6 +329,26 @@ WRONG = [
     ({"engine": {"args": ["--kv-cache-dtype", "fp8"]}, "shadow": {"mode": "reference"}}, "leave the KV cache to policy"),
     ({"calibration": {"enabled": True}}, "calibration.claim: required"),
     ({"calibration": {"enabled": True, "claim": "c"}}, "model.cache.claim: required"),
+    ({"mode": "sidecar", "policy": {"kv_cache": {"min_confidence": "proven"}}}, "policy.kv_cache.min_confidence: proven needs"),
+    ({"mode": "sidecar", "policy": RUNTIME}, "policy.kv_cache.scales: runtime needs mode: wrapper"),
+    (CALIBRATED | {"policy": {"kv_cache": {"scales": "unit"}}}, "policy.kv_cache.scales: unit contradicts calibration"),
+    ({"policy": RUNTIME}, "policy.kv_cache.scales: runtime, and nothing measures them"),
+    ({"management": {"port": 8000}}, "management.port: 8000 is the port of the API"),
+    ({"mode": "sidecar", "management": {"port": 8001}}, "management.port: 8001 is the port of the engine"),
+    ({"mode": "sidecar", "multiNode": {"enabled": True, "masterPort": 9464}}, "multiNode.masterPort: 9464 is the port of"),
+    ({"podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels: app.kubernetes.io/component is set by the chart"),
+    ({"podAnnotations": {"kvguard.dev/policy-checksum": "x"}}, "podAnnotations: kvguard.dev/policy-checksum is set"),
+    ({"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}, "env: A is given twice"),
+    ({"volumes": [{"name": "tmp", "emptyDir": {}}]}, "volumes: there is a volume tmp already"),
+    ({"volumeMounts": [{"name": "x", "mountPath": "/tmp/"}]}, "volumeMounts: something is mounted at /tmp/ already"),
+    ({"engine": {"args": ["--api-key", "s3cret"]}}, "engine.args: --api-key would stand in the pod's spec"),
+    ({"engine": {"args": ["--api-key=s3cret"]}}, "use engine.apiKeySecret"),
+    ({"engine": {"image": {"tag": ""}}}, "engine.image.tag: required"),
+    ({"fullnameOverride": "1-llama"}, 'fullnameOverride: Services would be called "1-llama"'),
+    ({"fullnameOverride": "a.b"}, "fullnameOverride: Services would be called"),
+    ({"nameOverride": "-x"}, "nameOverride: "),
+    ({"serviceAccount": {"name": "My Account"}}, 'serviceAccount.name: "My Account"'),
+    ({"shadow": {"settings": {"rat": 0.1}}}, "'rat'"),
     ({"replicas": -1}, "replicas"),
     ({"replicas": "two"}, "replicas"),
     ({"repicas": 2}, "repicas"),
@@ -318,6 +365,35 @@ WRONG = [
 @pytest.mark.parametrize(("values", "said"), WRONG)
 def test_a_wrong_value_is_named(values, said):
     assert said in rejected(merged(LEAST, values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        CALIBRATED,
+        {"cache": {"claim": "kernels"}},
+        {"engine": {"args": ["--calculate-kv-scales"]}},
+        {"kvguard": {"extraArgs": ["--calibrate"]}},
+        {"kvguard": {"extraArgs": ["--scales", "/x"]}},
+        {"policy": {"kv_cache": {"dtype": "fp8_per_token_head"}}},
+    ],
+)
+def test_runtime_scales_may_come_in_many_ways(values):
+    assert deployment(merged({"policy": RUNTIME}, values))
+
+
+def test_a_message_does_not_repeat_a_key():
+    assert "s3cret" not in rejected(merged(LEAST, {"engine": {"args": ["--api-key=s3cret"]}}))
+
+
+def test_the_probes_settings_may_have_either_spelling():
+    assert "max-tokens=8" in arguments({"shadow": {"mode": "in-engine", "settings": {"max_tokens": 8}}})
+
+
+def test_a_release_that_begins_with_a_digit_is_named():
+    done = helm("template", "1llama", str(CHART), "--values", "-", stdin=json.dumps(LEAST))
+    assert done.returncode != 0
+    assert 'the release\'s name "1llama"' in done.stderr
 
 
 def test_refusals_are_remembered_on_an_empty_dir_of_their_own():

@@ -23,9 +23,27 @@ def test_off_by_default():
 def test_clients_and_monitoring_are_named_apart():
     clients, monitoring = [{"podSelector": {"matchLabels": {"a": "b"}}}], [{"namespaceSelector": {}}]
     api, management = policy({"networkPolicy": {"clients": clients, "monitoring": monitoring}})["ingress"]
-    assert (api["ports"], api["from"]) == ([{"port": "api"}], clients)
+    assert (api["ports"], api["from"][:-1]) == ([{"port": "api"}], clients)
     assert {port["port"] for port in management["ports"]} == {"management", "api"}
     assert management["from"] == monitoring
+
+
+def test_named_clients_are_the_only_ones_of_the_api():
+    clients = [{"podSelector": {"matchLabels": {"a": "b"}}}]
+    api, management = policy({"networkPolicy": {"clients": clients}})["ingress"]
+    assert management == {"ports": [{"port": "management"}], "from": [{"podSelector": {}}]}
+    assert api["from"][0] == clients[0]
+
+
+def test_helm_test_is_always_a_client():
+    values = {"networkPolicy": {"enabled": True, "clients": [{"namespaceSelector": {}}]}}
+    manifests = with_least(values)
+    labels = one(manifests, "Pod")["metadata"]["labels"]
+    api = one(manifests, "NetworkPolicy")["spec"]["ingress"][0]
+    selector = api["from"][-1]["podSelector"]["matchLabels"]
+    assert selector.items() <= labels.items()
+    engine = one(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert not selector.items() <= engine.items()
 
 
 def test_unnamed_the_api_is_open_and_management_is_not():

@@ -49,3 +49,17 @@ def test_it_asks_for_no_key_and_answers_the_engines_only():
     (peer,) = api["from"]
     engine = one(manifests, "Deployment", "rel-kvguard")["spec"]["selector"]["matchLabels"]
     assert peer == {"podSelector": {"matchLabels": engine}}
+
+
+def test_it_has_the_engines_gpus_unless_it_is_given_others():
+    def of_reference(gpus: dict[str, int]) -> tuple[str | None, str | None]:
+        values = {"shadow": {"mode": "reference", "reference": gpus}, "engine": {"gpus": 4}}
+        spec = one(with_least(values), "Deployment", "rel-kvguard-reference")["spec"]["template"]["spec"]
+        args = container(spec)["args"]
+        flag = "--tensor-parallel-size"
+        limits = container(spec)["resources"].get("limits", {})
+        return limits.get("nvidia.com/gpu"), args[args.index(flag) + 1] if flag in args else None
+
+    assert of_reference({}) == ("4", "4")
+    assert of_reference({"gpus": 2}) == ("2", "2")
+    assert of_reference({"gpus": 0}) == (None, None)

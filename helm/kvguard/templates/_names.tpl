@@ -49,6 +49,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .Values.multiNode.enabled -}}yes{{- end -}}
 {{- end -}}
 
+{{/* All nodes of all groups. */}}
+{{- define "kvguard.groupSelector" -}}
+matchLabels:
+  app.kubernetes.io/name: {{ include "kvguard.name" . }}
+  app.kubernetes.io/instance: {{ .Release.Name }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [engine, worker]}
+{{- end -}}
+
 {{- define "kvguard.hasGroups" -}}
 {{- include "kvguard.has" (dict "root" . "api" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet") -}}
 {{- end -}}
@@ -67,13 +76,50 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
+{{/*
+The folder of calibrated scales: its name, and a digest of what they were measured on. Where the Job runs is no part of it.
+*/}}
+{{- define "kvguard.scales" -}}
+{{- $v := .Values -}}
+{{- $model := dict "source" $v.model.source "name" $v.model.name "revision" $v.model.revision "claim" $v.model.pvc.claim "image" $v.model.image.reference -}}
+{{- $engine := include "kvguard.image" (dict "image" $v.engine.image "tag" "latest") -}}
+{{- $measured := dict "model" $model "engine" $engine "args" $v.engine.args "options" $v.calibration.extraArgs -}}
+{{- printf "/scales/%s-%s" $v.calibration.name ($measured | toJson | sha256sum | trunc 8) -}}
+{{- end -}}
+
 {{- define "kvguard.hasKeda" -}}
 {{- include "kvguard.has" (dict "root" . "api" "keda.sh/v1alpha1" "kind" "ScaledObject") -}}
+{{- end -}}
+
+{{- define "kvguard.isScaled" -}}
+{{- if or (eq .Values.autoscaling.kind "hpa") (and (eq .Values.autoscaling.kind "keda") (include "kvguard.hasKeda" .)) -}}yes{{- end -}}
+{{- end -}}
+
+{{/*
+How many engines. An autoscaler owns the number; the live one is said again, because a field that is left out after it was there
+is reset to 1. Where there is none to read (an install, `helm template`), nothing is said.
+*/}}
+{{- define "kvguard.replicas" -}}
+{{- if include "kvguard.isScaled" . -}}
+{{- $target := include "kvguard.target" . | fromYaml -}}
+{{- $live := lookup $target.apiVersion $target.kind .Release.Namespace $target.name -}}
+{{- if and $live (hasKey (get $live "spec" | default dict) "replicas") -}}{{ int $live.spec.replicas }}{{- end -}}
+{{- else -}}
+{{ .Values.replicas }}
+{{- end -}}
+{{- end -}}
+
+{{/* Seconds in which one pod may go and the next come. */}}
+{{- define "kvguard.progress" -}}
+{{- add (int .Values.drain.preStop) (int .Values.drain.grace) (int .Values.startup.timeout) 600 -}}
 {{- end -}}
 
 {{/* What values.schema.json cannot say. Every message names the value. */}}
 {{- define "kvguard.validate" -}}
 {{- $v := .Values -}}
+{{- include "kvguard.validateNames" . -}}
+{{- include "kvguard.validatePolicy" . -}}
+{{- include "kvguard.validatePod" . -}}
 {{- if eq $v.mode "sidecar" -}}
 {{- if ne $v.shadow.mode "off" -}}
 {{- fail (printf "shadow.mode: %s needs mode: wrapper; `kvguard attach` does not probe" $v.shadow.mode) -}}

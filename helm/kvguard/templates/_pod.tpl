@@ -42,6 +42,8 @@ capabilities:
 - {name: PYTHONDONTWRITEBYTECODE, value: "1"}
 {{- if eq .Values.model.source "hub" }}
 - {name: HF_HOME, value: /model}
+# HF_HOME is read-only here, and code that comes with a model (--trust-remote-code) is copied before it is run.
+- {name: HF_MODULES_CACHE, value: /var/cache/kvguard/huggingface-modules}
 {{- end }}
 {{- end -}}
 
@@ -317,13 +319,7 @@ would outlive a restart of its container, and vLLM does not start on a socket th
   imagePullPolicy: {{ $v.engine.image.pullPolicy }}
   restartPolicy: Always
   command: {{- include "kvguard.vllm" (merge (dict "listen" (list "--host" "127.0.0.1" "--port" "8001")) .) | nindent 4 }}
-  env:
-    {{- include "kvguard.environment" .root | nindent 4 }}
-    {{- include "kvguard.groupEnvironment" .root | nindent 4 }}
-    {{- include "kvguard.apiKey" . | nindent 4 }}
-    {{- with $v.env }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+  env: {{- include "kvguard.variables" (dict "root" .root "own" (printf "%s\n%s\n%s" (include "kvguard.environment" .root) (include "kvguard.groupEnvironment" .root) (include "kvguard.apiKey" .))) | nindent 4 }}
   {{- with $v.envFrom }}
   envFrom: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -359,12 +355,7 @@ spec:
       image: {{ include "kvguard.image" (dict "image" $v.engine.image "tag" "latest") }}
       imagePullPolicy: {{ $v.engine.image.pullPolicy }}
       command: {{- include "kvguard.vllm" (merge (dict "listen" list) .) | nindent 8 }}
-      env:
-        {{- include "kvguard.environment" .root | nindent 8 }}
-        {{- include "kvguard.groupEnvironment" .root | nindent 8 }}
-        {{- with $v.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+      env: {{- include "kvguard.variables" (dict "root" .root "own" (printf "%s\n%s" (include "kvguard.environment" .root) (include "kvguard.groupEnvironment" .root))) | nindent 8 }}
       {{- with $v.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -469,19 +460,14 @@ spec:
         {{- end }}
         {{- if and .scales $v.calibration.enabled }}
         - --scales
-        - /scales/{{ $v.calibration.name }}
+        - {{ include "kvguard.scales" $root }}
         {{- end }}
         {{- range $v.kvguard.extraArgs }}
         - {{ . | quote }}
         {{- end }}
         - --
         {{- include "kvguard.vllm" (merge (dict "listen" (list "--port" "8000")) .) | nindent 8 }}
-      env:
-        {{- include "kvguard.environment" $root | nindent 8 }}
-        {{- include "kvguard.apiKey" . | nindent 8 }}
-        {{- with $v.env }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
+      env: {{- include "kvguard.variables" (dict "root" $root "own" (printf "%s\n%s" (include "kvguard.environment" $root) (include "kvguard.apiKey" .))) | nindent 8 }}
       {{- with $v.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -528,7 +514,7 @@ spec:
     - {{ .Values.engine.python }}
     - -c
     - {{ .Files.Get "files/wait.py" | quote }}
-    - /scales/{{ .Values.calibration.name }}
+    - {{ include "kvguard.scales" . }}
     - {{ .Values.startup.timeout | quote }}
   securityContext: {{- include "kvguard.containerSecurity" . | nindent 4 }}
   resources:
