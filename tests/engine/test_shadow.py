@@ -21,7 +21,15 @@ from kvguard.reference.inside import run_passes
 from kvguard.reference.models import EXACT, Decode
 from kvguard.reference.their_record import read_their_record
 
-BUSY = ("rate=1", "engine-share=1", "gap-share=1", "max-stall-ms=60000", "max-age-s=3600", "probes-per-minute=600", "greedy=true")
+BUSY = (
+    "rate=1",
+    "engine-share=1",
+    "gap-share=1",
+    "max-stall-ms=60000",
+    "max-age-s=3600",
+    "probes-per-minute=600",
+    "greedy=true",
+)
 OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
 NATS = "abs_delta"
 
