@@ -42,5 +42,10 @@ def printable(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
+def shown(text: str) -> str:
+    """`text` for a terminal, at any length: what is not printable as U+FFFD, but for the ends of its lines."""
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+
+
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__

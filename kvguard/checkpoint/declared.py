@@ -26,6 +26,9 @@ from kvguard.facts.producers import intended_scale
 from kvguard.facts.versions import NEWEST
 from kvguard.vocabulary import Claim, ScaleState, Source, Stage, UsageError, canonical_dtype
 
+UNIT_SCALE = "the files have no KV scale tensors: scale 1.0 is used"
+"""The finding about a declaration without scales, which holds where a cache with stored scales runs."""
+
 # Keys that look as if they set the KV cache and that no examined vLLM reads.
 _IGNORED_KEYS = ("kv_cache_dtype", "cache_dtype", "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_config")
 
@@ -52,6 +55,10 @@ def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = Non
     dtype, dtype_where, dtype_findings = _model_dtype(section, text)
     if dtype is None and name == PARAMS:
         dtype, dtype_where, dtype_findings = *_stored_dtype(files), ()
+    inferred = dtype is None and name == CONFIG
+    if inferred:
+        dtype, dtype_where = _inferred_dtype(section, files)
+        dtype_findings = dtype_findings if dtype is None else ()
     scales, scale_findings = declared_scales(files, geometry)
     architectures = section.words("architectures") or ()
     model_type = section.text("model_type")
@@ -60,6 +67,7 @@ def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = Non
         architecture=architectures[0] if architectures else None,
         model_type=model_type,
         model_dtype=dtype,
+        model_dtype_inferred=inferred and dtype is not None,
         quant_method=effective_method(quantization, NEWEST),
         quantization=quantization,
         kv_scheme=scheme,
@@ -99,11 +107,30 @@ def _model_dtype(config: Section, text: Section) -> tuple[str | None, str, tuple
             findings = (f"{section.place('dtype')} = {new!r} and torch_dtype = {old!r} differ; dtype is used",)
         if new or old:
             return canonical_dtype(new or old or ""), section.place("dtype" if new else "torch_dtype"), findings
-    return None, "", (f"{CONFIG}: no dtype; what a 16-bit cache would hold is decided by the engine",)
+    return None, "", (f"{CONFIG}: no dtype; what a 16-bit cache would hold is decided by the engine, or said with --dtype",)
+
+
+def _inferred_dtype(config: Section, files: CheckpointFiles) -> tuple[str | None, str]:
+    """Where vLLM looks when neither config.json nor its text config has a dtype, in its order.
+
+    Source: 0.32.0 transformers_utils/model_arch_config_convertor.py:223 (get_torch_dtype).
+    """
+    for key in ("vision_config", "encoder_config"):
+        nested = config.value.get(key)
+        if not isinstance(nested, Mapping):
+            continue
+        part = Section(nested, config.where, f"{key}.")
+        name = part.has("dtype", "torch_dtype")
+        if name is not None:
+            return canonical_dtype(part.text(name) or ""), part.place(name)
+    stored = {tensor.dtype for header in files.safetensors for tensor in header.tensors.values()}
+    if "F32" in stored and "F64" not in stored:
+        return "float32", f"{files.safetensors[0].file}: the tensors' dtype"
+    return _stored_dtype(files)
 
 
 def _stored_dtype(files: CheckpointFiles) -> tuple[str | None, str]:
-    """The one 16-bit dtype of the stored tensors, as vLLM infers it for Mistral's format; None when it is not one."""
+    """The one 16-bit dtype of the stored tensors, as vLLM infers it; None when it is not one."""
     names = {"BF16": "bfloat16", "F16": "float16"}
     stored = {tensor.dtype for header in files.safetensors for tensor in header.tensors.values()}
     found = [names[dtype] for dtype in names if dtype in stored]
@@ -209,7 +236,7 @@ def _scale_state_findings(
             findings.append(f"{scales.where}: KV scales are {title} {', '.join(places[:4])}{more}")
     if scheme and scales.state is ScaleState.UNIT_DEFAULT:
         silent = ", and vLLM prints no warning" if scheme.producer == COMPRESSED_TENSORS else ""
-        findings.append(f"{scheme.where}: declared, but the files have no KV scale tensors: scale 1.0 is used{silent}")
+        findings.append(f"{scheme.where}: declared, but {UNIT_SCALE}{silent}")
     if scheme and quantization:
         intended = intended_scale(quantization.producer, quantization.producer_version, scales.state.value)
         if intended is not None:

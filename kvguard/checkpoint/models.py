@@ -159,7 +159,9 @@ class Declared(Frozen):
     `other_schemes` are KV declarations in places that vLLM does not take: the sidecar beside a quantization_config, or
     a nested config. They come into force when what stands before them is removed.
 
-    `model_dtype` is canonical ("bfloat16"), None when config.json has none. `quant_method` is the method as written or
+    `model_dtype` is canonical ("bfloat16"), None when the files do not say it; `model_dtype_inferred`: not from its key or the
+    text config's, but from where only some versions look next, a vision or encoder config and the tensors' own types.
+    `quant_method` is the method as written or
     as the newest examined vLLM infers it. `traits` are architecture features that vLLM has rules of its own for.
     """
 
@@ -167,6 +169,7 @@ class Declared(Frozen):
     architecture: str | None = None
     model_type: str | None = None
     model_dtype: str | None = None
+    model_dtype_inferred: bool = False
     quant_method: str | None = None
     quantization: Quantization | None = None
     kv_scheme: KVScheme | None = None

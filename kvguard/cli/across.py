@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvguard.cli.check import read_config
+from kvguard.engine.command import parse_command, split_words
 from kvguard.engine.hub import locate
 from kvguard.engine.preview import Outcome, differences, full_version, preview
 from kvguard.facts.devices import Device
+from kvguard.files import printable, shown
 from kvguard.vocabulary import UsageError
 
 
@@ -38,6 +40,7 @@ def show_across(
     said = [name for name, value in given.items() if value is not None and not (name == "--engine-version" and value == across)]
     if said:
         raise UsageError(f"inspect --across: {', '.join(said)}: say it in the command after `--` instead")
+    _check_command(model, argv, versions)
     found = locate(model, os.environ, revision)
     outcomes = [preview(argv or ("vllm", "serve", model), version, found.files, read_config, device) for version in versions]
     changes = differences(outcomes)
@@ -52,10 +55,29 @@ def show_across(
     console = Console(soft_wrap=True, highlight=False, markup=False, width=200)
     table = Table("vLLM", "KV cache", "scales", "bytes/token", "log and metrics show", "does not start", box=None)
     for outcome in outcomes:
-        table.add_row(*_row(outcome))
+        table.add_row(*(shown(cell) for cell in _row(outcome)))
     console.print(table)
     for change in changes or ("nothing changes between these versions",):
-        console.print(change)
+        console.print(shown(change))
+
+
+def _check_command(model: str, argv: tuple[str, ...], versions: list[str]) -> None:
+    """Raise UsageError for a command that does not serve this model. What one version's parser refuses is left to its row."""
+    if not argv:
+        return
+    words = split_words(argv)
+    if words.subcommand != "serve":
+        raise UsageError(f"`vllm {printable(words.subcommand)}`: required is `vllm serve MODEL …`")
+    for version in versions:
+        try:
+            served = parse_command(words, version, read_config).model
+        except UsageError:
+            continue
+        if served != model and os.path.realpath(served) != os.path.realpath(model):
+            raise UsageError(
+                f"inspect {printable(model)}: the command after `--` serves {printable(served)}; name one model in both places"
+            )
+        return
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:

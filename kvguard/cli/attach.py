@@ -11,7 +11,7 @@ import typer
 
 from kvguard.cli.sizes import parse_size
 from kvguard.cli.standing import stand, termination_log
-from kvguard.engine.client import check_target, socket_path
+from kvguard.engine.client import check_engine, socket_path
 from kvguard.engine.plan import Listen
 from kvguard.guard.attached import Attached, Target
 from kvguard.guard.board import Board
@@ -78,7 +78,7 @@ def attach(
     loaded = load_policy(policy) if policy is not None else None
     if (ssl_certfile is None) != (ssl_keyfile is None) and ssl_certfile is None:
         raise UsageError("--ssl-keyfile: TLS needs --ssl-certfile as well; nothing is served in the clear instead")
-    check_target(engine)
+    check_engine(engine)
     tracing = tracing_from(otlp_endpoint, os.environ)
     raise_file_limit()
     target = Target(

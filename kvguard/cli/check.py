@@ -20,8 +20,8 @@ from kvguard.engine.preview import StaticVerdict, full_version, judge_statically
 from kvguard.engine.resolve import Resolution
 from kvguard.engine.sealed import PREFIX
 from kvguard.facts.devices import Device, find_device
-from kvguard.facts.versions import KNOWN
-from kvguard.files import printable, read_regular_file
+from kvguard.facts.versions import KNOWN, examined
+from kvguard.files import printable, read_regular_file, shown
 from kvguard.guard.runtime_scales import decide
 from kvguard.policy.models import Policy
 from kvguard.policy.parse import load_policy
@@ -109,7 +109,7 @@ def _document(verdict: StaticVerdict, version: str, device: str | None, refused:
         "model": verdict.declared.directory,
         "engine_version": version,
         "device": device,
-        "kv_cache_dtype": resolution.target,
+        "kv_cache_dtype": resolution.target if examined(version) else "unknown",
         "stated": resolution.stated,
         "reason": resolution.reason,
         "scales": resolution.prediction.scales.value,
@@ -123,10 +123,13 @@ def _document(verdict: StaticVerdict, version: str, device: str | None, refused:
 def _print(verdict: StaticVerdict, version: str, refused: bool) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     resolution = verdict.resolution
+    target = resolution.target if examined(version) else "unknown"
     stated = f"stated as --kv-cache-dtype {resolution.stated}" if resolution.stated else "the command stays as it is"
-    console.print(f"vLLM {version}: KV cache {resolution.target}, scales {resolution.prediction.scales.value}; {stated}")
+    if resolution.strip_scheme:
+        stated = "the checkpoint's KV scheme is stripped with --hf-overrides, because this version would apply it"
+    console.print(shown(f"vLLM {version}: KV cache {target}, scales {resolution.prediction.scales.value}; {stated}"))
     for one in verdict.checks:
-        console.print(describe(one))
+        console.print(printable(describe(one), 1 << 20))
     for text in (*verdict.command.warnings, *verdict.degraded):
-        console.print(f"warning: {text}")
+        console.print(f"warning: {printable(text, 1 << 20)}")
     console.print("refused: kvguard serve would not start this" if refused else "allowed: nothing known speaks against it")

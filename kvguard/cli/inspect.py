@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from kvguard.checkpoint.cost import state_bytes
-from kvguard.checkpoint.declared import declare
+from kvguard.checkpoint.declared import UNIT_SCALE, declare
 from kvguard.checkpoint.json_config import MAX_NUMBER, parse_object
 from kvguard.checkpoint.models import Declared
 from kvguard.checkpoint.parallel import Ranks
@@ -21,13 +21,16 @@ from kvguard.cli.sizes import parse_size
 from kvguard.engine.accelerators import device_for
 from kvguard.engine.find import Engine, find_engine
 from kvguard.engine.hub import locate
+from kvguard.engine.preview import full_version
 from kvguard.evidence.first_choice import first_choice
 from kvguard.evidence.prediction import Prediction, predict
 from kvguard.facts.cautions import cautions
 from kvguard.facts.versions import KNOWN
+from kvguard.files import printable
 from kvguard.vocabulary import ScaleState, UsageError, is_quantized
 
 _MAX_RANKS = 4096
+_LONGEST = 1 << 20
 
 
 def inspect(
@@ -73,6 +76,9 @@ def inspect(
     engine = None if engine_version or across else _installed()
     found_device = device_for(device, engine, os.environ)
     where = found_device.device
+    if across and engine_version:
+        raise UsageError("inspect: --across names the versions; leave --engine-version out")
+    engine_version = full_version(engine_version) if engine_version else None
     if across or command.args:
         given = {"--kv-cache-dtype": kv_cache_dtype, "--hf-overrides": hf_overrides}
         show_across(model, across or engine_version or "", tuple(command.args), given, where, revision, as_json=as_json)
@@ -151,8 +157,13 @@ def inspection(
         "kv_cache_dtype": requested,
         "prediction": None if prediction is None else prediction.model_dump(mode="json", exclude={"claims"}),
         "claims": [claim.model_dump(mode="json") for claim in declared.claims],
-        "findings": list(declared.findings),
+        "findings": [text for text in declared.findings if UNIT_SCALE not in text or _runs_unit(prediction)],
     }
+
+
+def _runs_unit(prediction: Prediction | None) -> bool:
+    """Whether scale 1.0 may be what runs: not on a cache that has no stored scales, as far as is known."""
+    return prediction is None or prediction.scales in (ScaleState.UNIT_DEFAULT, ScaleState.UNKNOWN)
 
 
 def _producer(declared: Declared) -> str | None:
@@ -174,20 +185,25 @@ def _installed() -> Engine | None:
 def _print(report: dict[str, Any], load: Load) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, width=160)
     for topic, text in _topics(report):
-        console.print(f"{topic + ':':<22}{text}")
+        _line(console, topic, text)
     if report["sizes"]:
         console.print()
         console.print(sizes_table(report["sizes"], load))
     console.print()
     for topic, text in _predicted(report):
-        console.print(f"{topic + ':':<22}{text}")
+        _line(console, topic, text)
     choice = report["first_choice"]
     if choice is not None and report["device"]:
-        console.print(f"{'8-bit cache to try:':<22}{choice['dtype'] or 'unknown'}: {'; '.join(choice['reasons'])}")
+        _line(console, "8-bit cache to try", f"{choice['dtype'] or 'unknown'}: {'; '.join(choice['reasons'])}")
     for caution in report["cautions"]:
-        console.print(f"{'caution:':<22}{caution['text']} ({caution['source']})")
+        _line(console, "caution", f"{caution['text']} ({caution['source']})")
     for finding in report["findings"]:
-        console.print(f"{'finding:':<22}{finding}")
+        _line(console, "finding", finding)
+
+
+def _line(console: Console, topic: str, text: str) -> None:
+    """One line of the report; what checkpoints say in it cannot move the cursor, colour the terminal or begin a line."""
+    console.print(f"{topic + ':':<22}{printable(text, _LONGEST)}")
 
 
 def _topics(report: dict[str, Any]) -> list[tuple[str, str]]:

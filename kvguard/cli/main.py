@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -21,6 +23,7 @@ from kvguard.cli.overlay import overlay
 from kvguard.cli.probe import probe, whatif
 from kvguard.cli.serve import serve
 from kvguard.cli.verify import verify
+from kvguard.files import shown
 from kvguard.vocabulary import ExitCode, KvguardError
 
 app = typer.Typer(
@@ -67,14 +70,35 @@ def main() -> None:
     # Until `serve` listens itself, a stop is clean: nothing has been started (as PID 1 it would be ignored otherwise).
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.CLEAN))
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except KvguardError as error:
-        print(f"kvguard: {error}", file=sys.stderr)
+        print(f"kvguard: {shown(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
+        _drop_output()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"kvguard: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+
+
+_FULL = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere, so that the interpreter does not fail on it again."""
+    with contextlib.suppress(OSError, ValueError):
+        opened = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(opened, sys.stdout.fileno())
+        os.close(opened)
 
 
 def _open_standard_streams() -> None:

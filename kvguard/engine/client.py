@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,6 +16,7 @@ import httpx
 
 from kvguard.evidence.metrics import MAX_PAGE
 from kvguard.evidence.replies import MAX_REPLY, NonceMismatch, TensorReading, parse_replies
+from kvguard.files import printable
 from kvguard.vocabulary import Json, UsageError
 
 INSIDE_PATH = "/_kvguard/inside/"
@@ -258,6 +261,33 @@ def check_target(target: str) -> None:
         raise UsageError(f"{target!r}: not a URL ({error}); required is http://HOST:PORT or a socket's path") from error
     if not host:
         raise UsageError(f"{target!r}: not a URL (no host); required is http://HOST:PORT or a socket's path")
+
+
+_ENGINE = "http://HOST:PORT, https://HOST:PORT or a Unix socket's path"
+
+
+def check_engine(target: str) -> None:
+    """`check_target`, and that a path is a socket's, or that of a socket to come: a path with a directory that is there.
+
+    UsageError for other schemes, bare words, directories and files.
+    """
+    check_target(target)
+    path = socket_path(target)
+    if path is None:
+        return
+    name = printable(target)
+    if not path or "://" in path or "\0" in path:
+        raise UsageError(f"--engine {name!r}: required is {_ENGINE}")
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if "/" not in path and not target.startswith("unix:"):
+            raise UsageError(f"--engine {name!r}: no such socket; required is {_ENGINE}") from None
+        return
+    except OSError as error:
+        raise UsageError(f"--engine {name}: {error.strerror}; required is {_ENGINE}") from None
+    if not stat.S_ISSOCK(mode):
+        raise UsageError(f"--engine {name}: not a Unix socket; required is {_ENGINE}")
 
 
 def socket_path(target: str) -> str | None:

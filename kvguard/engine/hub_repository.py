@@ -40,6 +40,7 @@ class HubRepository:
         self.repository, self.revision, self.commit = repository, revision, ""
         self._sha256: dict[str, str] = {}
         self._whole: dict[str, str] = {}
+        _check_address(address)
         self._library = _library()
         address = address or str(self._library.constants.ENDPOINT)
         self.endpoint = _plain_address(address)
@@ -189,6 +190,21 @@ def _library() -> Any:
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would add lines of its own to ours
     return huggingface_hub
+
+
+def _check_address(address: str | None) -> None:
+    """Raise UsageError for what is no address: huggingface-hub reads it as it is imported, and fails."""
+    if not address:
+        return
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise UsageError(
+            f"HF_ENDPOINT {printable(address.rpartition('@')[2])!r}: not an address; required is https://HOST[:PORT]"
+        )
 
 
 def _plain_address(address: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from kvguard.evidence.log import LogReader
 from kvguard.evidence.log_text import messages
 from kvguard.facts.log_lines import LogLine, log_lines
+from kvguard.files import printable
 from kvguard.vocabulary import UsageError
 
 _CHUNK = 1 << 20
@@ -29,6 +31,8 @@ class LogFile:
         self._inode = 0
         self._mark = 0
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise UsageError(f"engine log {printable(str(path))}: not a regular file; check --log")
             self._read()
         except OSError as error:
             raise UsageError(f"engine log {path}: cannot be read: {error.strerror or error}; check --log") from error

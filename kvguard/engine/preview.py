@@ -13,8 +13,8 @@ from kvguard.engine.command import Command, parse_command, split_words
 from kvguard.engine.plan import degraded_modes, refused_modes
 from kvguard.engine.resolve import Resolution, check_typed, model_dtype_of, resolve
 from kvguard.evidence.prediction import Prediction, predict
-from kvguard.facts.devices import Device
-from kvguard.facts.versions import EXAMINED, KNOWN, examined
+from kvguard.facts.devices import Device, model_dtype_rule
+from kvguard.facts.versions import EXAMINED, KNOWN, OLDEST_GUARDED, examined, plain_version, too_old
 from kvguard.policy.models import Policy, ScalesRule
 from kvguard.verdict.before_start import judge_before_start
 from kvguard.verdict.runtime_scales import RuntimeScales
@@ -40,10 +40,9 @@ class Outcome(Frozen):
 def full_version(text: str) -> str:
     """An examined version from a text such as "0.22", which means the newest patch of it that was examined.
 
-    Any other version is returned as it is: it is recognised, and everything about it is unknown.
+    Any other version is returned in its plain spelling: it is recognised, and everything about it is unknown.
     """
-    if text in EXAMINED:
-        return text
+    text = plain_version(text)
     patches = [version for version in EXAMINED if version.startswith(text + ".")]
     return patches[-1] if patches and text.count(".") == 1 else text
 
@@ -83,7 +82,7 @@ def _predicted(command: Command, version: str, declared: Declared, typed: str | 
         version,
         typed,
         declared,
-        model_dtype=model_dtype_of(command, declared),
+        model_dtype=model_dtype_of(command, declared, device),
         calculate_kv_scales=command.present("--calculate-kv-scales"),
         device=device,
     )
@@ -137,6 +136,8 @@ def judge_statically(
     words = split_words(argv)
     if words.subcommand != "serve":
         raise UsageError(f"`vllm {words.subcommand}`: required is `vllm serve MODEL …`")
+    if too_old(version):
+        raise UsageError(f"vLLM {version}: kvguard serve needs {OLDEST_GUARDED} or newer; name such a version, and install it")
     command = parse_command(words, version, read)
     for mode in refused_modes(command, env):
         raise UsageError(f"launch mode {mode.id}: not guarded, because {mode.because}; {mode.do}")
@@ -145,7 +146,8 @@ def judge_statically(
     _, written = written_config(files)
     block: Any = written.get("quantization_config") or written.get("compression_config") or {}
     platform = device.platform if device else None
-    resolution = resolve(command, version, declared, policy, block if isinstance(block, dict) else {}, platform=platform)
+    block = block if isinstance(block, dict) else {}
+    resolution = resolve(command, version, declared, policy, block, platform=platform, device=device)
     decided = runtime(command, declared, resolution) if runtime is not None else None
     if decided is not None and not decided.problem:
         promised = resolution.prediction.model_copy(update={"scales": ScaleState.RUNTIME_ONCE})
@@ -189,7 +191,14 @@ _RUNTIME_SCALES = Check(
 
 def _start_check(command: Command, version: str, declared: Declared, resolution: Resolution, device: Device | None) -> Check:
     """Whether the facts expect such an engine to start, on the device where one is named."""
+    if resolution.strip_scheme:
+        declared = declared.model_copy(update={"kv_scheme": None})
     found = _predicted(command, version, declared, resolution.stated or resolution.typed, device)
+    rule = model_dtype_rule(version, device, resolution.model_dtype, declared.model_type)
+    if rule is not None and rule.typed_fails and not found.fails:
+        typed = command.value("--dtype")
+        reason = f"expected not to start with --dtype {typed}: {rule.reason} unless that is typed (instead: {rule.do})"
+        found = found.model_copy(update={"dtype": "unknown", "fails": True, "reason": reason})
     name = f"vLLM {version}" + (f" on {device.name}" if device else "")
     if found.fails:
         result, action = CheckResult.FAIL, "change the command, the checkpoint, the version or the device"

@@ -14,7 +14,10 @@ from pydantic import Field
 from kvguard.checkpoint.models import Declared
 from kvguard.engine.command import Command
 from kvguard.evidence.prediction import Prediction, predict
-from kvguard.facts import kv_dtypes
+from kvguard.evidence.question import model_dtype_declared
+from kvguard.facts import cli_flags, kv_dtypes
+from kvguard.facts.devices import Device
+from kvguard.files import printable
 from kvguard.policy.models import Policy
 from kvguard.vocabulary import Frozen, UsageError, canonical_dtype, is_quantized
 
@@ -47,17 +50,25 @@ class Resolution(Frozen):
     problem: str = ""
 
 
-def model_dtype_of(command: Command, declared: Declared) -> str | None:
-    """The model's own dtype: `--dtype`, else config.json. A float32 checkpoint under `auto` depends on the
-    platform (vLLM picks a 16-bit type), so it is None."""
+def model_dtype_of(command: Command, declared: Declared, device: Device | None = None) -> str | None:
+    """The model's own dtype: `--dtype`, else the checkpoint's as it runs on `device`.
+
+    A float32 checkpoint under `auto` depends on the platform (vLLM picks a 16-bit type), so it is None.
+    """
     typed = command.value("--dtype")
     if typed and typed != "auto":
         return _DTYPE_WORDS.get(typed)
-    return declared.model_dtype if declared.model_dtype in ("bfloat16", "float16") else None
+    own, _ = model_dtype_declared(command.version, declared, device)
+    return own if own in ("bfloat16", "float16") else None
 
 
 def check_typed(command: Command, version: str) -> None:
-    """Reject what vLLM's own parser would reject about the KV cache. Raises UsageError (exit 2)."""
+    """Reject what vLLM's own parser would reject about the KV cache and about numbers. Raises UsageError (exit 2)."""
+    for flag in cli_flags.numeric_flags():
+        number = command.last(flag)
+        wrong = cli_flags.number_problem(version, flag, number.values[-1]) if number and number.values else ""
+        if number and wrong:
+            raise UsageError(f"{number.where}: {flag} {printable(number.values[-1])!r}: {wrong}")
     typed = command.last("--kv-cache-dtype")
     accepted = kv_dtypes.accepted(version)
     if typed is None or not typed.values or accepted is None or typed.values[-1] in accepted:
@@ -80,17 +91,19 @@ def resolve(
     *,
     platform: str | None = None,
     calculate: bool | None = None,
+    device: Device | None = None,
 ) -> Resolution:
     """Decide the KV dtype. Never raises for a policy conflict: `problem` carries it, for the record.
 
     `quantization_config` is the checkpoint's block as written, for the case that its KV scheme must be stripped;
-    `platform` is "cpu" for a CPU build; `calculate` whether --calculate-kv-scales will be on, None: as written.
+    `platform` is "cpu" for a CPU build; `calculate` whether --calculate-kv-scales will be on, None: as written;
+    `device` decides the model's own dtype where that depends on it.
     """
     use = command.last("--kv-cache-dtype")
     written = use.values[-1] if use and use.values else None
     typed = None if written in (None, "auto") else written
     typed_by = use.where if use else ""
-    model_dtype = model_dtype_of(command, declared)
+    model_dtype = model_dtype_of(command, declared, device)
     calculated = command.present("--calculate-kv-scales") if calculate is None else calculate
 
     def predicted(value: str | None, files: Declared = declared) -> Prediction:
@@ -127,7 +140,7 @@ def resolve(
             "unknown",
             "left as written",
             prediction=as_written,
-            problem="the policy asks for 16bit, and the model's own dtype is not known from config.json or --dtype",
+            problem=_unknown_model_dtype(command, declared),
         )
 
     explicit = predicted(target)
@@ -164,6 +177,17 @@ def resolve(
         prediction=as_written,
         problem=f"{target} cannot be had on vLLM {version}: {explicit.reason or known}"
         + (f"; {known}" if accepted and target not in accepted else ""),
+    )
+
+
+def _unknown_model_dtype(command: Command, declared: Declared) -> str:
+    """Why a 16bit cache is out of reach of a model whose dtype is not 16 bit, "" where only the engine can tell what it is."""
+    typed = command.value("--dtype") not in (None, "auto")
+    if not typed and (declared.model_dtype in (None, "bfloat16", "float16") or declared.model_dtype_inferred):
+        return ""
+    return (
+        "the policy asks for 16bit, and the model's own dtype is not known from config.json or --dtype; "
+        "say it, such as --dtype bfloat16"
     )
 
 

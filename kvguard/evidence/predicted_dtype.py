@@ -58,6 +58,9 @@ def predicted_dtype(question: Question) -> Answer:
     refusal = _refused(question) or _by_compressed_tensors(question)
     if refusal is not None:
         return refusal
+    if question.device is not None and not question.device.examined:
+        reason = f"what vLLM does on {question.device.name} was not examined"
+        return Answer(dtype=UNKNOWN, reason=reason, sources=("facts: examined devices",))
     modelopt = _by_modelopt(question)
     if modelopt is None:
         return _by_model(question, question.requested)
@@ -229,4 +232,6 @@ def _model_dtype(question: Question, why: Fact) -> Answer:
         answer = Answer(dtype=UNKNOWN, reason="the model is float32, for which the platform picks a 16-bit dtype")
     else:
         answer = Answer(dtype=UNKNOWN, reason=f"the model's dtype ({dtype or 'not declared'}) does not say what runs")
+    if question.cast is not None:
+        answer = answer.because(question.cast.reason, question.cast.source)
     return answer.because(why.reason, why.source) if why.reason else answer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from kvguard.facts.versions import EXAMINED, examined, in_range, parse, read_data
+from kvguard.facts.versions import EXAMINED, examined, in_range, parse, read_data, release_of
 from kvguard.vocabulary import Frozen
 
 Nargs = str
@@ -69,20 +69,39 @@ class AmbiguousFlagError(ValueError):
         super().__init__(f"{name} could mean {', '.join(fits[:4])}")
 
 
+def numeric_flags() -> tuple[str, ...]:
+    """Flags whose value is known to be a whole number."""
+    return tuple(read_data("cli_flags")["numbers"]["flags"])
+
+
+def number_problem(version: str, flag: str, text: str) -> str:
+    """Why this version refuses a number, "" when it does not or that was not read."""
+    data = read_data("cli_flags")["numbers"]
+    limits = data["flags"][flag]
+    if not examined(version) or not in_range(version, data["versions"]):
+        return ""
+    least, most = limits["least"], limits.get("most")
+    try:
+        fits = least <= int(text) and (most is None or int(text) <= most)
+    except ValueError:
+        fits = False
+    return "" if fits else f"a whole number from {least}" + (f" to {most}" if most else "") + " is needed"
+
+
 def _has(version: str, entry: Mapping[str, Any]) -> bool | None:
     """Whether a version has a flag; None when its sources were not looked at for it."""
     if not examined(version):
         return None
     if in_range(version, entry["versions"]):
         return True
-    return False if entry.get("every_release") or version in read_data("cli_flags")["parsers"] else None
+    return False if entry.get("every_release") or release_of(version) in read_data("cli_flags")["parsers"] else None
 
 
 def has_flag(version: str, flag: str) -> bool | None:
     """Whether this version's parser has a long flag; None when that was not read."""
     entry = read_data("cli_flags")["flags"].get(flag)
     if entry is None:
-        return False if version in read_data("cli_flags")["parsers"] else None
+        return False if release_of(version) in read_data("cli_flags")["parsers"] else None
     return _has(version, entry)
 
 
@@ -138,6 +157,7 @@ def table_for(version: str) -> FlagTable:
     """
     data = read_data("cli_flags")
     parsers = data["parsers"]
+    version = release_of(version)
     exact = version in parsers
     known = version if exact or examined(version) else max(parsers, key=lambda name: [int(part) for part in name.split(".")])
     absent = {flag: _absence(version, entry) for flag, entry in data["flags"].items() if _has(version, entry) is False}

@@ -27,6 +27,12 @@ class Device(Frozen):
         """Whether this is the device of a pattern: "any", "cuda", "cuda:10", "rocm:gfx94", or a list with commas."""
         return any(self._is(part.strip()) for part in pattern.split(","))
 
+    @property
+    def examined(self) -> bool:
+        """Whether vLLM's sources were read for this kind of device; of others everything is unknown."""
+        known = read_data("devices")["examined"].get(self.platform)
+        return known is None or (self.capability or self.architecture) in known
+
     def below(self, capability: str) -> bool:
         """Whether this is an NVIDIA device of a lower compute capability."""
         return bool(self.capability) and Version(self.capability) < Version(capability)
@@ -94,6 +100,34 @@ def device_rule(version: str, device: Device, dtype: str, *, mla: bool, traits: 
         if "below" in entry and not device.below(entry["below"]):
             continue
         return DeviceRule(result=entry["result"], reason=entry["reason"], do=entry.get("do", ""), source=entry["source"])
+    return None
+
+
+class ModelDtypeRule(Fact):
+    """What a device makes of a model's dtype. `dtype`: what it becomes, or "unknown"; `typed_fails`: `--dtype` is refused."""
+
+    dtype: str
+    typed_fails: bool
+    do: str = ""
+
+
+def model_dtype_rule(version: str, device: Device | None, dtype: str | None, model_type: str | None) -> ModelDtypeRule | None:
+    """The rule about a model of this canonical dtype on this device, None when the dtype stays."""
+    if device is None or dtype is None:
+        return None
+    for entry in read_data("devices")["model_dtypes"]:
+        if dtype != entry["dtype"] or not in_range(version, entry["versions"]):
+            continue
+        if not device.matches(entry["device"]) or not device.below(entry["below"]):
+            continue
+        becomes = "unknown" if model_type in entry.get("not_for", ()) else entry["becomes"]
+        return ModelDtypeRule(
+            dtype=becomes,
+            typed_fails=entry["typed"] == "fails",
+            do=entry.get("do", ""),
+            reason=entry["reason"],
+            source=entry["source"],
+        )
     return None
 
 

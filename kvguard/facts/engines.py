@@ -28,7 +28,7 @@ from kvguard.facts.kv_resolution import (
 from kvguard.facts.log_lines import LogPrefix, log_lines, log_prefix
 from kvguard.facts.metric_names import info_labels, meanings, other_series, series_names
 from kvguard.facts.scale_names import recognised_forms, scale_owners
-from kvguard.facts.versions import EXAMINED, KNOWN, OLDEST_GUARDED, examined
+from kvguard.facts.versions import EXAMINED, KNOWN, examined, too_old
 from kvguard.vocabulary import Frozen
 
 _CPU = {
@@ -86,7 +86,7 @@ def engine_facts(version: str) -> EngineFacts:
     return EngineFacts(
         version=version,
         examined=True,
-        guarded=OLDEST_GUARDED in EXAMINED and EXAMINED.index(OLDEST_GUARDED) <= EXAMINED.index(version),
+        guarded=not too_old(version),
         dtypes=accepted(version),
         dtypes_source=accepted_source(version),
         flags={flag: has_flag(version, flag) for flag in flags_that_changed()},

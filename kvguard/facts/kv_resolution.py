@@ -95,6 +95,11 @@ def sidecar_is_read(version: str) -> bool:
     return in_range(version, read_data("kv_resolution")["sidecar"]["versions"])
 
 
+def infers_model_dtype(version: str) -> bool:
+    """Whether a config without a dtype takes that of its vision or encoder config, else that of the stored tensors."""
+    return in_range(version, read_data("kv_resolution")["inferred_model_dtype"]["versions"])
+
+
 def never_resolves(quant_method: str) -> Fact | None:
     """Why a KV declaration of this quantization method never changes the cache dtype, or None."""
     entry = read_data("kv_resolution")["never"]

@@ -54,13 +54,33 @@ OLDEST_GUARDED: str = read_data("versions")["guarded_from"]
 KNOWN = f"{OLDEST}..{NEWEST}"
 """The range of the facts; whatever is outside is unknown."""
 
-_EXAMINED_VERSIONS = frozenset(parse(text) for text in EXAMINED)
+_SPELLED = {parse(text): text for text in EXAMINED}
 
 
 def examined(version: str) -> bool:
     """Whether this very release was read (an unread patch release inside KNOWN was not)."""
     found = parse(version)
-    return found is not None and found in _EXAMINED_VERSIONS
+    return found is not None and found in _SPELLED
+
+
+def release_of(version: str) -> str:
+    """The examined release that a text means, as EXAMINED spells it ("v0.32.0+cpu" is "0.32.0"), else the text itself."""
+    found = parse(version)
+    return version if found is None else _SPELLED.get(found, version)
+
+
+def plain_version(text: str) -> str:
+    """A version as people type it, spelled as packages spell it: "v0.32.0 " is "0.32.0"; the local part stays."""
+    try:
+        return str(Version(text.strip()))
+    except ValueError:
+        return text.strip()
+
+
+def too_old(version: str) -> bool:
+    """Whether this is certainly a release before the first that is guarded."""
+    found, first = parse(version), parse(OLDEST_GUARDED)
+    return found is not None and first is not None and found < first
 
 
 def entry_for(version: str, entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

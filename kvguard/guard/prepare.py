@@ -22,6 +22,7 @@ from kvguard.engine.plan import Plan, degraded_modes, make_plan, refused_modes
 from kvguard.engine.resolve import Resolution, check_typed, resolve
 from kvguard.engine.run_directory import RunDirectory
 from kvguard.engine.sealed import PREFIX
+from kvguard.facts.versions import OLDEST_GUARDED, too_old
 from kvguard.files import read_regular_file
 from kvguard.guard.runtime_scales import decide
 from kvguard.policy.models import Policy
@@ -82,6 +83,8 @@ def understand(argv: Sequence[str], env: Mapping[str, str]) -> tuple[Engine, Com
         engine = describe(executable, executable)
     if words.subcommand not in ("serve", "snapshot"):
         raise UsageError(f"`vllm {words.subcommand}`: kvguard guards `vllm serve`; run other subcommands without it")
+    if too_old(engine.version):
+        raise UsageError(f"vLLM {engine.version} ({engine.executable}): kvguard guards {OLDEST_GUARDED} or newer; upgrade vLLM")
     command = parse_command(words, engine.version, _read_config)
     for mode in refused_modes(command, env):
         raise UsageError(f"launch mode {mode.id}: not guarded, because {mode.because}; {mode.do}")

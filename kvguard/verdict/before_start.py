@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvguard.checkpoint.models import Declared
 from kvguard.evidence.prediction import Prediction
+from kvguard.facts.versions import KNOWN, examined
 from kvguard.policy.models import MODEL_DTYPE, Policy, ScalesRule, allows_dtype, allows_scales
 from kvguard.verdict.checks import required_dtypes, version_check
 from kvguard.verdict.runtime_scales import RuntimeScales
@@ -35,11 +36,13 @@ def judge_before_start(
     checks = []
     if policy is not None:
         checks.append(version_check(policy, engine_version or None))
-        checks.append(_dtype_check(policy, target, typed, typed_by, problem, model_dtype))
+        checks.append(_dtype_check(policy, target, typed, typed_by, problem, model_dtype, engine_version))
     unlike = _unlike_model(typed, typed_by, model_dtype)
     if unlike is not None:
         checks.append(unlike)
     scales = _scales_check(policy, prediction, target, declared, calculate_kv_scales, runtime)
+    if scales is None and not examined(engine_version):
+        scales = _scales_of_files(policy, target, declared, engine_version)
     if scales is not None:
         checks.append(scales)
     if policy is not None and typed_skip_layers and is_quantized(target):
@@ -62,7 +65,9 @@ def _unlike_model(typed: str | None, typed_by: str, model_dtype: str | None) -> 
     )
 
 
-def _dtype_check(policy: Policy, target: str, typed: str | None, typed_by: str, problem: str, model_dtype: str | None) -> Check:
+def _dtype_check(
+    policy: Policy, target: str, typed: str | None, typed_by: str, problem: str, model_dtype: str | None, version: str
+) -> Check:
     required = required_dtypes(policy, model_dtype)
     where = typed_by if typed else "the plan: nothing was typed"
     sixteen = is_quantized(target) is False and target != "float32"
@@ -78,17 +83,14 @@ def _dtype_check(policy: Policy, target: str, typed: str | None, typed_by: str, 
         result = CheckResult.FAIL
         found = f"{target}, while the model itself is {model_dtype}"
         action = f"use {MODEL_DTYPE} or {model_dtype} in kv_cache.dtype: another 16-bit type loses precision and saves nothing"
+    elif not examined(version):
+        found = _unexamined(version) + ("" if target == "unknown" else f"; asked is {target}")
+        return _undecided(required, found, "the running engine decides")
     elif target == "unknown":
-        result, found, action = CheckResult.UNVERIFIED, "cannot be predicted for this version", ""
-        return Check(
-            name="kv_cache_dtype",
-            result=result,
-            required=required,
-            found=found,
-            where="facts",
-            action="the running engine decides",
-            enforced=False,
-        )
+        undeclared = model_dtype is None and MODEL_DTYPE in policy.kv_cache.dtype
+        action = "say it with --dtype, such as --dtype bfloat16, or let the running engine decide" if undeclared else ""
+        found = "the model's own dtype is not known" if undeclared else "cannot be predicted for this version"
+        return _undecided(required, found, action or "the running engine decides")
     else:
         result, found, action = CheckResult.PASS, target, ""
     return Check(
@@ -99,6 +101,42 @@ def _dtype_check(policy: Policy, target: str, typed: str | None, typed_by: str, 
         where=where,
         action=action,
         enforced=bool(policy.kv_cache.dtype),
+    )
+
+
+def _unexamined(version: str) -> str:
+    return f"unknown: vLLM {version or '(no version)'} was not examined"
+
+
+def _undecided(required: str, found: str, action: str) -> Check:
+    return Check(
+        name="kv_cache_dtype",
+        result=CheckResult.UNVERIFIED,
+        required=required,
+        found=found,
+        where=f"facts ({KNOWN})",
+        action=action,
+        enforced=False,
+    )
+
+
+def _scales_of_files(policy: Policy | None, target: str, declared: Declared, version: str) -> Check | None:
+    """What the files alone prove about scales where the version's facts say nothing. None: runtime scales are wanted."""
+    rule = policy.kv_cache.scales if policy is not None else ScalesRule.ANY
+    state = declared.scales.state
+    quantized = is_quantized(target)
+    if rule is ScalesRule.RUNTIME:
+        return None
+    broken = state in _BROKEN and (quantized is True or (quantized is None and rule is ScalesRule.CHECKPOINT))
+    proven = _found(state, declared) if state in _BROKEN else ""
+    return Check(
+        name="kv_scales",
+        result=CheckResult.FAIL if broken else CheckResult.UNVERIFIED,
+        required="valid scales on every layer" if rule is ScalesRule.ANY else f"{rule.value} scales",
+        found=proven if broken else "; ".join(filter(None, (_unexamined(version), proven))),
+        where=declared.scales.where,
+        action="repair the checkpoint's scale tensors, or run the cache in 16 bit" if broken else "the running engine decides",
+        enforced=broken,
     )
 
 

@@ -43,15 +43,16 @@ def _wait(served: Guarded, reached: Callable[[dict[str, Any]], bool]) -> dict[st
 
 
 def _probed(served: Guarded, requests: int) -> dict[str, Any]:
-    """The report once this many clients' requests were probed."""
+    """The report once this many more clients' requests were probed."""
     report = _wait(served, lambda report: report["state"] != "checking")
+    until = report["probes"] + requests
     for number in range(10 * requests):  # more than asked for, where a pause of the machine had some dropped
-        if report["probes"] >= requests:
+        if report["probes"] >= until:
             break
         question = f"Write two sentences about {SUBJECTS[number % len(SUBJECTS)]}."
         assert served.chat(question, max_tokens=48, temperature=1.0, seed=number).status_code == 200
         report = _wait(served, _nothing_waits)
-    assert report["probes"] >= requests, report
+    assert report["probes"] >= until, report
     return report
 
 

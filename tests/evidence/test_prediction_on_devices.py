@@ -38,7 +38,10 @@ def on(device, version="0.32.0", typed=None, declared=PLAIN):
         ("h100", "nvfp4_4over6", "unknown", True),
         ("b200", "nvfp4", "nvfp4", False),
         ("cpu", "nvfp4", "unknown", False),
-        ("t4", None, "bfloat16", False),
+        ("t4", None, "float16", False),
+        ("v100", None, "float16", False),
+        ("sm999", None, "unknown", False),
+        ("sm999", "fp8", "unknown", False),
     ],
 )
 def test_a_typed_value_by_device(device, typed, dtype, fails):

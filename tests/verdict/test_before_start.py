@@ -103,13 +103,38 @@ def test_another_sixteen_bit_dtype_than_the_models() -> None:
 def test_what_cannot_be_predicted_is_left_to_the_engine() -> None:
     required = policy("kv_cache: {scales: checkpoint}")
     unexamined = judged(required, version="0.99.0")
-    assert set(unexamined) == {"engine_version", "kv_cache_dtype"}
+    assert set(unexamined) == {"engine_version", "kv_cache_dtype", "kv_scales"}
+    assert unexamined["kv_scales"].result is CheckResult.UNVERIFIED
     assert not violates(unexamined.values())
     assert unexamined["kv_cache_dtype"].result is CheckResult.PASS
     float32 = {**SMOLLM2, "torch_dtype": "float32"}
     unknown = judged(policy("kv_cache: {dtype: 16bit}"), config=float32)["kv_cache_dtype"]
     assert unknown.result is CheckResult.FAIL
     says(unknown, "16bit", "config.json or --dtype")
+
+
+def test_nothing_passes_on_a_version_that_was_not_examined() -> None:
+    for version in ("9999.0", "banana", "-1", "0.33.0", "0.12.3"):
+        for typed in ((), ("--kv-cache-dtype", "bfloat16")):
+            checks = judged(policy("kv_cache: {dtype: 16bit}"), *typed, version=version)
+            assert checks["kv_cache_dtype"].result is CheckResult.UNVERIFIED
+            assert checks["kv_scales"].result is CheckResult.UNVERIFIED
+            assert not violates(checks.values())
+
+
+def test_broken_scales_are_proven_by_the_files_on_any_version() -> None:
+    for required in ("kv_cache: {dtype: fp8_e4m3}", "kv_cache: {scales: checkpoint}"):
+        checks = judged(policy(required), version="9999.0", config=SCHEME, tensors=NAN)
+        assert violations(checks.values()) == (checks["kv_scales"],)
+    assert judged(policy("kv_cache: {dtype: 16bit}"), version="9999.0", config=SCHEME, tensors=NAN)["kv_scales"].result is (
+        CheckResult.UNVERIFIED
+    )
+
+
+def test_a_model_whose_dtype_nobody_says_is_unverified() -> None:
+    check = judged(policy("kv_cache: {dtype: 16bit}"), config={**SMOLLM2, "torch_dtype": None})["kv_cache_dtype"]
+    assert check.result is CheckResult.UNVERIFIED
+    says(check, "--dtype bfloat16")
 
 
 def test_an_unknown_target_is_unverified() -> None:
