@@ -76,6 +76,9 @@ def start_reference(
         raise UsageError(f"--shadow-launch: the reference's command: {flag}: it takes no KV blocks from elsewhere")
     if problems := [describe(check) for check in violations(prepared.checks)]:
         raise UsageError(f"--shadow-launch: no 16-bit reference of this model: {'; '.join(problems)}")
+    if prepared.resolution.model_dtype is None:
+        why = "the model's own dtype is not known before the start, and 16bit is that; state it with --dtype"
+        raise UsageError(f"--shadow-launch: no 16-bit reference of this model: {why}")
     plan = plan_for(prepared, run_directory, env, colour=False, name=NAME)
     return ReferenceStart(prepared, argv, plan)
 
