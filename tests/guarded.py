@@ -46,6 +46,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def probing(*settings: str) -> tuple[str, ...]:
+    """Options of `kvguard serve` for probes of every request, bounded by nothing but their own time; `settings` besides."""
+    unbounded = ("rate=1", "engine-share=1", "gap-share=1", "max-stall-ms=60000", "max-age-s=3600", "probes-per-minute=600")
+    return ("--shadow", "in-engine", *(word for setting in (*unbounded, *settings) for word in ("--shadow-set", setting)))
+
+
 class Guarded:
     """One `kvguard serve`. Its output is kept in files, its run directory is its own, so leftovers can be seen."""
 

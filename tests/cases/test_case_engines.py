@@ -274,8 +274,8 @@ def test_96_only_foreign_series_leave_everything_unknown():
 
 def test_30_the_requests_that_put_to_sleep_and_wake_are_known_as_changes():
     """After one the evidence is read again, or waits until the engine is awake."""
-    effects = {path: getattr(changing_request(path), "effect", None) for path in ("/sleep", "/prefix/wake_up", "/v1/completions")}
-    assert effects == {"/sleep": "asleep", "/prefix/wake_up": "changed", "/v1/completions": None}
+    effects = {path: getattr(changing_request(path), "effect", None) for path in ("/sleep", "/api/wake_up", "/v1/completions")}
+    assert effects == {"/sleep": "asleep", "/api/wake_up": "changed", "/v1/completions": None}
 
 
 def test_30_after_waking_device_scales_of_one_are_invalid():

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from beside import Plain
 
 from guarded import Guarded
 from kvguard.demo.environment import ENGINE_VERSION, cpu_supports_fp8_kv, ensure_engine
@@ -71,3 +72,17 @@ def guarded(
     yield start
     for one in started:
         one.close()
+
+
+@pytest.fixture
+def plain(engine_bin: Path, model: Path) -> Iterator[Callable[..., Plain]]:
+    """Starts plain engines, as somebody else would; ended with the test."""
+    started: list[Plain] = []
+
+    def start(log: Path, *flags: str) -> Plain:
+        started.append(Plain(engine_bin, model, log, *flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from beside import Beside, Plain
-
-
-@pytest.fixture(scope="module")
-def plain(engine_bin: Path, model: Path) -> Iterator[Callable[..., Plain]]:
-    started: list[Plain] = []
-
-    def start(log: Path, *flags: str) -> Plain:
-        started.append(Plain(engine_bin, model, log, *flags))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
 
 
 def test_by_its_socket_the_engine_tells_its_command(plain: Callable[..., Plain], model: Path, tmp_path: Path) -> None:

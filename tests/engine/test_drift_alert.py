@@ -7,11 +7,10 @@ starts: the one that is verified, the other one, and the first again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import pytest
 from beside import Beside, Plain
 
 from guarded import START_LIMIT, free_port
@@ -21,19 +20,6 @@ sys.path.append(str(Path(__file__).parents[1] / "deploy"))
 from watching import Watch, until, watched
 
 ALERT = "KvguardDriftUnproven"
-
-
-@pytest.fixture
-def plain(engine_bin: Path, model: Path) -> Iterator[Callable[..., Plain]]:
-    started: list[Plain] = []
-
-    def start(log: Path, *flags: str) -> Plain:
-        started.append(Plain(engine_bin, model, log, *flags))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
 
 
 def value(watch: Watch, expression: str) -> float | None:

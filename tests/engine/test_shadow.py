@@ -14,23 +14,14 @@ from typing import Any
 import pytest
 
 from agreement import inside_and_outside, secret_of
-from guarded import KVGUARD, Guarded
+from guarded import KVGUARD, Guarded, probing
 from kvguard.engine.client import EngineClient
 from kvguard.reference.external import Asked, Primary, ask_reference
 from kvguard.reference.inside import run_passes
 from kvguard.reference.models import EXACT, Decode
 from kvguard.reference.their_record import read_their_record
 
-BUSY = (
-    "rate=1",
-    "engine-share=1",
-    "gap-share=1",
-    "max-stall-ms=60000",
-    "max-age-s=3600",
-    "probes-per-minute=600",
-    "greedy=true",
-)
-OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
+OPTIONS = probing("greedy=true")
 NATS = "abs_delta"
 
 

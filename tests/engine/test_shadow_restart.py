@@ -11,19 +11,10 @@ from typing import Any
 
 import pytest
 
-from guarded import KVGUARD, Guarded
+from guarded import KVGUARD, Guarded, probing
 from kvguard.vocabulary import ExitCode
 
-BUSY = (
-    "rate=1",
-    "engine-share=1",
-    "gap-share=1",
-    "max-stall-ms=60000",
-    "max-age-s=3600",
-    "probes-per-minute=600",
-    "max-tokens=48",
-)
-OPTIONS = ("--shadow", "in-engine", *(word for setting in BUSY for word in ("--shadow-set", setting)))
+OPTIONS = probing("max-tokens=48")
 SIXTEEN_BIT = "kv_cache: {dtype: 16bit}\nshadow: {measure_ranges: true}\n"
 SUBJECTS = ("a lighthouse", "bread", "a violin", "rain", "chess", "the Moon", "a bridge", "tea", "a clock", "snow")
 COST = 'kvguard_shadow_abs_delta_nats{bound="%s",comparison="cost"}'
