@@ -52,6 +52,7 @@ _LOOK_AFTER = 0.02  # seconds they may wait for company
 _AT_A_TIME = 4
 _KEPT = 200  # latest observations kept for the positive control
 _ASK_FIRST, _ASK_AGAIN = 1.0, 10.0  # seconds between questions to a reference; while it is away the pause doubles
+_PATIENCE_FOR_PASS = 600.0  # seconds that each pass of a replayed request waits at most: the replay has cost engine time
 _LASTING = (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER, Drop.SHUTDOWN)  # what forbids a pass and will not go by itself
 
 
@@ -426,11 +427,12 @@ class Shadow:
 
         async def cleared() -> Drop | None:  # the load may have changed while the engine generated
             nonlocal beside
+            until = self._clock() + max(_PATIENCE_FOR_PASS, self._settings.max_age_s)
             while True:
                 load = await self._load()
                 beside = beside or load.running != 0
                 cause = self._sampler.clearance(self._clock(), tokens, load.waiting, load.kv_pinned_ratio, load.running)
-                if cause is None or cause in _LASTING or self._sampler.expired(item, self._clock()):
+                if cause is None or cause in _LASTING or self._clock() > until:
                     return cause
                 await asyncio.sleep(_IDLE)
 

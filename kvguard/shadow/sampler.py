@@ -179,19 +179,18 @@ class Sampler(Generic[T]):
     ) -> Drop | None:
         """Asked right before each pass, with its exact number of tokens: None to go ahead, else what forbids it now.
 
-        WAITING, KV_PINNED, BATCH_FULL, GAPS and LOAD_UNKNOWN may pass, until `expired`; the others will not.
+        WAITING, KV_PINNED, BATCH_FULL, GAPS and LOAD_UNKNOWN may pass; the others will not. A pass on another engine
+        waits for none of them.
         """
         with self._lock:
             if self._closed:
                 return Drop.SHUTDOWN
+            if self._batch_tokens is None:
+                return Drop.BREAKER if self._breaker.open(now) else None
             forbids = self._never(now, tokens) or self._hold(now, waiting, kv_pinned, running)
-            if forbids is None and self._batch_tokens is not None:
+            if forbids is None:
                 self._gaps.spend(running or 0.0)
             return forbids
-
-    def expired(self, item: Item[T], now: float) -> bool:
-        """Whether the item has waited for as long as the settings allow."""
-        return now - item.offered_at > self._settings.max_age_s
 
     def done(self, item: Item[T], *, tokens: int, pass_seconds: float, engine_seconds: float) -> None:
         """The item was probed: `tokens` in each pass, seconds of the longest one, and of the engine's time in all.
@@ -304,7 +303,7 @@ class Sampler(Generic[T]):
         return min(stalls + self._overhead_s, self._budget.most)
 
     def _expire(self, now: float) -> None:
-        while self._queue and self.expired(self._queue[0], now):
+        while self._queue and now - self._queue[0].offered_at > self._settings.max_age_s:
             self._leave_queue(self._queue[0].held_by)
 
     def _leave_queue(self, to: str) -> None:

@@ -115,7 +115,8 @@ class Settings(Frozen):
     max_age_s: float = Field(60, gt=0, le=3600, allow_inf_nan=False)
     """Seconds after which a request that waits is dropped, under the name of what it waited for.
 
-    Default 60: probes then speak of the traffic of this minute, and prompts do not linger in memory.
+    Default 60: probes then speak of the traffic of this minute, and prompts do not linger in memory. Once replayed, a request
+    has cost engine time, and each of its passes waits for up to ten minutes.
     """
 
     retry_after_s: float = Field(300, gt=0, le=86_400, allow_inf_nan=False)

@@ -102,9 +102,10 @@ def _report(served: Guarded) -> dict[str, Any]:
     return report
 
 
-def _run_empty() -> None:
-    """Wait until every request that waits for a probe is probed or too old."""
-    time.sleep(MAX_AGE_S + 3)
+def _run_empty(served: Guarded) -> None:
+    """Wait until every request that was drawn is probed or too old."""
+    while any(row["offered"] > row["done"] + sum(row["dropped"].values()) for row in _report(served)["coverage"]):
+        time.sleep(0.2)
 
 
 def _quantile(values: list[float], share: float) -> float:
@@ -151,6 +152,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3, help="rounds of four blocks for each load")
     options.add_argument("--seconds", type=float, default=20.0, help="length of a block")
+    options.add_argument("--load", choices=LOADS, action="append", help="this load alone; may be repeated")
     options.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "kvguard-bench-shadow.json")
     given = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engine is stopped as well
@@ -166,7 +168,8 @@ def main() -> None:
         vllm=str(vllm),
         options=("--shadow", "in-engine", "--shadow-set", "rate=1", "--shadow-set", f"max-age-s={MAX_AGE_S}"),
     )
-    blocks: dict[str, dict[bool, list[Block]]] = {name: {True: [], False: []} for name in LOADS}
+    loads = {name: LOADS[name] for name in given.load or LOADS}
+    blocks: dict[str, dict[bool, list[Block]]] = {name: {True: [], False: []} for name in loads}
     try:
         served.wait_ready()
         while _report(served)["state"] == "checking":
@@ -174,12 +177,12 @@ def main() -> None:
         asyncio.run(_block(served, LOADS["short answers"], given.seconds, False))  # warm
         checked = _report(served)["pass_seconds"]
         for number in range(given.rounds):
-            for name, load in LOADS.items():
+            for name, load in loads.items():
                 for probed in ORDER:
-                    _run_empty()
+                    _run_empty(served)
                     blocks[name][probed].append(asyncio.run(_block(served, load, given.seconds, probed)))
             print(f"round {number + 1} of {given.rounds}: {_report(served)['probes']} probes", flush=True)
-        _run_empty()
+        _run_empty(served)
         report = _report(served)
     finally:
         served.close()
@@ -191,7 +194,7 @@ def main() -> None:
         **{name: _found(found[True], found[False]) for name, found in blocks.items()},
         "probes": report["probes"],
         "pass_seconds": round(report["pass_seconds"] - checked, 2),
-        "seconds": given.seconds * len(ORDER) * given.rounds * len(LOADS),
+        "seconds": given.seconds * len(ORDER) * given.rounds * len(loads),
         "dropped": dropped,
     }
     print(json.dumps(result, indent=2))

@@ -1,7 +1,7 @@
 """A real vLLM on the CPU and a small real model, set up once in the cache and shared by all tests here."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -63,9 +63,11 @@ def guarded(
     """Starts `kvguard serve` on a variant; everything started is ended with the module."""
     started: list[Guarded] = []
 
-    def start(kind: str, *flags: str, policy: str = "", options: Sequence[str] = ()) -> Guarded:
+    def start(
+        kind: str, *flags: str, policy: str = "", options: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> Guarded:
         directory = tmp_path_factory.mktemp(kind)
-        one = Guarded(directory, variant(kind), *flags, vllm=str(engine_bin), policy=policy, options=options)
+        one = Guarded(directory, variant(kind), *flags, vllm=str(engine_bin), policy=policy, options=options, env=env)
         started.append(one)
         return one
 

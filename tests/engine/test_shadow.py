@@ -18,11 +18,15 @@ from guarded import KVGUARD, Guarded, probing
 from kvguard.engine.client import EngineClient
 from kvguard.reference.external import Asked, Primary, ask_reference
 from kvguard.reference.inside import run_passes
-from kvguard.reference.models import EXACT, Decode
+from kvguard.reference.models import EXACT, Choice, Decode
 from kvguard.reference.their_record import read_their_record
 
 OPTIONS = probing("greedy=true")
 NATS = "abs_delta"
+# Somebody's own worker extension, reached by vLLM's development endpoints: it sees the cache's bytes.
+EXTENSION = ("--worker-extension-cls", "cache_bytes.CacheBytes")
+FAKE = Choice(label="e4m3", format="fp8_e4m3")
+SEES_BYTES = {"PYTHONPATH": str(Path(__file__).with_name("worker_extension")), "VLLM_SERVER_DEV_MODE": "1"}
 
 
 def _checked(served: Guarded) -> dict[str, Any]:
@@ -37,12 +41,12 @@ def _checked(served: Guarded) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sixteen_bit(guarded: Callable[..., Guarded]) -> Guarded:
-    return guarded("plain", "--kv-cache-dtype", "bfloat16", options=OPTIONS).wait_ready()
+    return guarded("plain", "--kv-cache-dtype", "bfloat16", *EXTENSION, options=OPTIONS, env=SEES_BYTES).wait_ready()
 
 
 @pytest.fixture(scope="module")
 def fp8(guarded: Callable[..., Guarded], sixteen_bit: Guarded) -> Guarded:
-    return guarded("plain", "--kv-cache-dtype", "fp8_e4m3", options=OPTIONS).wait_ready()
+    return guarded("plain", "--kv-cache-dtype", "fp8_e4m3", *EXTENSION, options=OPTIONS, env=SEES_BYTES).wait_ready()
 
 
 def test_the_pass_reproduces_a_sixteen_bit_engine_to_within_noise(sixteen_bit: Guarded) -> None:
@@ -129,27 +133,43 @@ def test_two_engines_that_differ_in_their_cache_are_equal_by_their_records(sixte
     assert "its answers name the record sha256:" in another.problem
 
 
-def test_passes_leave_the_cache_and_later_answers_unchanged(fp8: Guarded) -> None:
-    """The same greedy requests before, between and after passes give the same tokens and logprobs, cached prefix included."""
-    _checked(fp8)
-    _settled(fp8)
-    question = {"prompt": "The history of the lighthouse begins with", "max_tokens": 32, "temperature": 0, "logprobs": 5}
+async def _completion(client: EngineClient, served: Guarded, question: dict[str, Any]) -> Any:
+    answer = await client.post("/v1/completions", {"model": served.model, **question})
+    return answer.body["choices"][0]["text"], answer.body["choices"][0]["logprobs"]["token_logprobs"]
 
-    async def answers() -> list[Any]:
-        socket, secret = secret_of(fp8)
+
+@pytest.mark.parametrize("name", ["sixteen_bit", "fp8"])
+def test_passes_change_no_byte_of_the_cache(name: str, request: pytest.FixtureRequest) -> None:
+    """Every byte, in use or not; the prefix cache, which a later request finds; and what that is answered."""
+    served = request.getfixturevalue(name)
+    _checked(served)
+    _settled(served)
+    question = {"prompt": "The history of the lighthouse. " * 60, "max_tokens": 32, "temperature": 0, "logprobs": 5}
+
+    def hits() -> float:
+        return served.gauge("vllm:prefix_cache_hits_total") or 0.0
+
+    async def ask() -> None:
+        socket, secret = secret_of(served)
         async with EngineClient(socket) as client:
-            found = []
-            decode = _probe_decode()
-            for _ in range(3):
-                answer = await client.post("/v1/completions", {"model": fp8.model, **question})
-                found.append((answer.body["choices"][0]["text"], answer.body["choices"][0]["logprobs"]["token_logprobs"]))
-                result = await run_passes(client, secret, decode, [EXACT, EXACT])
-                assert not result.problem
-            return found
 
-    first, *later = asyncio.run(answers())
-    assert all(answer == later[0] for answer in later)
-    assert first[0] == later[0][0]
+            async def digests() -> Any:
+                return (await client.post("/collective_rpc", {"method": "cache_digests"})).body["results"]
+
+            await _completion(client, served, question)
+            begun = hits()
+            answer = await _completion(client, served, question)
+            from_cache = hits() - begun
+            assert from_cache > 0
+            before = await digests()
+            result = await run_passes(client, secret, _probe_decode(), [EXACT, FAKE])
+            assert not result.problem
+            assert await digests() == before
+            assert await _completion(client, served, question) == answer
+            assert hits() - begun == 2 * from_cache
+            assert await digests() != before, "a request's own tokens are written there"
+
+    asyncio.run(ask())
 
 
 def _probe_decode() -> Decode:

@@ -412,7 +412,9 @@ def test_what_became_impossible_during_the_replay_is_dropped(says: dict[str, Any
             probing.engine.says = replayed
             probing.client_asks()
             await probing.until(lambda: probing.load is not IDLE or bool(probing.drops()))
-            probing.clock.now += 61
+            looks = probing.looks
+            await probing.until(lambda: probing.looks > looks + 5 or bool(probing.drops()))
+            probing.clock.now += 601
             await probing.until(lambda: probing.drops() == {cause: 1})
             assert len(probing.reference.asked) == asked, "no pass ran"
 
@@ -439,6 +441,31 @@ def test_load_is_looked_at_before_each_pass() -> None:
             probing.on_look, probing.load = lambda _: None, IDLE
             await probing.until(lambda: probing.report.probes == 1)
             assert probing.reference.asked == ["16bit", "fp8_e4m3 truncate", "control"]
+
+    live(scenario())
+
+
+def test_a_replayed_request_waits_for_gaps_longer_than_one_that_cost_nothing() -> None:
+    """On an engine that is never idle, gaps are earned slowly, and the replay has been paid for."""
+
+    async def scenario() -> None:
+        async with Probing(max_age_s=60) as probing:
+            probing.reference.asked.clear()
+            busy = EngineFigures(running=7.0, waiting=0.0, kv_pinned_ratio=0.1, generated_total=0.0)
+
+            def look(_: int) -> None:  # 60 s of decoding between two looks
+                if probing.load is IDLE:
+                    probing.load = busy
+                elif len(probing.reference.asked) < 3:
+                    probing.clock.now += 60
+                    total = (probing.load.generated_total or 0.0) + 2_000
+                    probing.load = probing.load.model_copy(update={"generated_total": total})
+
+            probing.on_look = look
+            probing.client_asks()
+            await probing.until(lambda: probing.report.probes == 1)
+            assert probing.reference.asked == ["16bit", "fp8_e4m3 truncate", "control"]
+            assert (probing.load.generated_total or 0.0) >= 2 * 7_000, "two passes were earned, one was in advance"
 
     live(scenario())
 
