@@ -39,6 +39,8 @@ def report_document(report: ShadowReport) -> dict[str, Any]:
         "probes": report.probes,
         "collapsed": report.collapsed,
         "pass_seconds": report.pass_seconds,
+        "longest_pass_seconds": report.longest_pass_seconds,
+        "stalls_over_budget": report.stalls_over_budget,
         "estimates": {name: estimates(report.total(name)) for name in (COST, UNEXPLAINED)},
         "whatif": {name: estimates(sums) for name, sums in report.whatif.items()},
         "strata": [

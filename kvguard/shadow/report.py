@@ -20,7 +20,8 @@ class ShadowReport:
     """What is known now, without prompts. `state` is off, waiting, checking, probing, blind, refused or regression.
 
     `waiting` is for a reference that is away; `lost` counts how often it went. `equality` says how it is known to be the
-    engine but for the KV cache.
+    engine but for the KV cache. Of live probes' passes: their seconds, the longest one's, and how many
+    took longer than a pass may stall the engine.
     """
 
     state: str = "off"
@@ -42,6 +43,8 @@ class ShadowReport:
     skipped: dict[str, int] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
     pass_seconds: float = 0.0
+    longest_pass_seconds: float = 0.0
+    stalls_over_budget: int = 0
 
     def total(self, comparison: str) -> Sums:
         """All strata of a comparison together."""

@@ -58,14 +58,23 @@ _LASTING = (Drop.STALL, Drop.TOO_LONG, Drop.BREAKER, Drop.SHUTDOWN)  # what forb
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """A scored request by label; or the `problem` of a pass; or the `cause` that forbade one. Times in seconds."""
+    """A scored request by label; or the `problem` of a pass; or the `cause` that forbade one. `times` of each in seconds."""
 
     observation: Observation | None = None
     problem: str = ""
     cause: Drop | None = None
-    seconds: float = 0.0
-    longest: float = 0.0
+    times: tuple[float, ...] = ()
     ranges: Ranges | None = None
+
+    @property
+    def seconds(self) -> float:
+        """All passes together."""
+        return sum(self.times)
+
+    @property
+    def longest(self) -> float:
+        """The longest one."""
+        return max(self.times, default=0.0)
 
 
 class Shadow:
@@ -389,26 +398,26 @@ class Shadow:
         `before` is awaited ahead of each; a Drop from it ends the matter.
         """
         passes: list[Pass] = []
-        seconds = longest = 0.0
+        times: tuple[float, ...] = ()
         ranges: Ranges | None = None
         # A 16-bit decode is itself what a format would change; a quantized one is not.
         between_passes = [choice.label for choice in whatif] if is_quantized(self._dtype) else []
         for choice in (*choices, *whatif):
             cause = await before() if before is not None else None
             if cause is not None:
-                return _Passes(seconds=seconds, longest=longest, cause=cause)
+                return _Passes(times=times, cause=cause)
             scored = await self._reference.run(decode, [choice])
             self._pace(scored.seconds)
-            seconds, longest = seconds + scored.seconds, max(longest, scored.seconds)
+            times += (scored.seconds,)
             if scored.problem:
-                return _Passes(problem=scored.problem, seconds=seconds, longest=longest)
+                return _Passes(problem=scored.problem, times=times)
             passes += scored.passes
             ranges = ranges or scored.ranges
         try:
             observation = _observe(decode, passes, weight, where, between_passes)
         except UsageError as error:
-            return _Passes(problem=str(error), seconds=seconds, longest=longest)
-        return _Passes(observation=observation, seconds=seconds, longest=longest, ranges=ranges)
+            return _Passes(problem=str(error), times=times)
+        return _Passes(observation=observation, times=times, ranges=ranges)
 
     # ---- live probes
 
@@ -440,6 +449,7 @@ class Shadow:
         choices += self._control_choices()
         scored = await self._score(decode, choices, item.weight, item.stratum, cleared, self._watched)
         elsewhere = self._reference.comes_and_goes  # its passes cost this engine nothing
+        self._took(scored, stalls=not elsewhere)
         # Each step of a replay is a step of every request beside it.
         engine_seconds = (decode_seconds if beside else 0.0) + (0.0 if elsewhere else scored.seconds)
         if scored.cause is not None:
@@ -452,7 +462,7 @@ class Shadow:
             if scored.ranges:
                 self._set(spanned=self._report.spanned.with_one(scored.ranges, tokens))
             self._sampler.done(item, tokens=tokens, pass_seconds=scored.longest, engine_seconds=engine_seconds)
-            self._count(as_live(scored.observation, self._own, tuple(self._report.whatif)), scored.seconds)
+            self._count(as_live(scored.observation, self._own, tuple(self._report.whatif)))
         return True
 
     @property
@@ -462,7 +472,15 @@ class Shadow:
     def _control_choices(self) -> tuple[Choice, ...]:
         return (control_choice(self._dtype),) if self._reference.choices_possible else ()
 
-    def _count(self, observation: Observation, pass_seconds: float) -> None:
+    def _took(self, scored: _Passes, *, stalls: bool) -> None:
+        report, most = self._report, self._settings.max_stall_ms / 1000
+        self._set(
+            pass_seconds=report.pass_seconds + scored.seconds,
+            longest_pass_seconds=max(report.longest_pass_seconds, scored.longest),
+            stalls_over_budget=report.stalls_over_budget + stalls * sum(took > most for took in scored.times),
+        )
+
+    def _count(self, observation: Observation) -> None:
         report = self._report
         sums = {name: dict(table) for name, table in report.sums.items()}
         for name in (COST, UNEXPLAINED):
@@ -487,7 +505,6 @@ class Shadow:
             whatif=whatif,
             probes=report.probes + 1,
             collapsed=report.collapsed + collapsed,
-            pass_seconds=report.pass_seconds + pass_seconds,
         )
 
     def _collapsed(self, how: str) -> None:

@@ -28,6 +28,7 @@ SHADOW_FAMILIES = (
     Family("kvguard_shadow_skipped_total", "counter", "Requests that cannot be probed, by reason.", ("reason",)),
     Family("kvguard_shadow_dropped_total", "counter", "Requests included and then not probed, by cause.", ("cause",)),
     Family("kvguard_shadow_pass_seconds_total", "counter", "Engine seconds spent in reference passes.", ()),
+    Family("kvguard_shadow_stalls_over_budget_total", "counter", "Passes that stalled the engine beyond the stall budget.", ()),
     Family(
         "kvguard_shadow_abs_delta_nats",
         "gauge",
@@ -107,6 +108,7 @@ def _counts(report: ShadowReport) -> Iterator[Metric]:
     yield from _one("kvguard_shadow_probes_total", report.probes)
     yield from _one("kvguard_shadow_collapsed_total", report.collapsed)
     yield from _one("kvguard_shadow_pass_seconds_total", report.pass_seconds)
+    yield from _one("kvguard_shadow_stalls_over_budget_total", report.stalls_over_budget)
     skipped = _metric("kvguard_shadow_skipped_total")
     for reason, requests in sorted(report.skipped.items())[:_MAX_REASONS]:
         skipped.add_sample("kvguard_shadow_skipped_total", {"reason": reason}, float(requests))

@@ -445,6 +445,21 @@ def test_load_is_looked_at_before_each_pass() -> None:
     live(scenario())
 
 
+def test_passes_that_stalled_for_longer_than_foreseen_are_counted() -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference(seconds=0.01), max_stall_ms=100) as probing:
+            await probed(probing)
+            assert (probing.report.longest_pass_seconds, probing.report.stalls_over_budget) == (0.01, 0)
+            probing.reference.seconds = 0.3
+            await probed(probing)
+            assert (probing.report.longest_pass_seconds, probing.report.stalls_over_budget) == (0.3, 3)
+            assert probing.report.pass_seconds == pytest.approx(0.93)
+            probing.client_asks()
+            await probing.until(lambda: probing.drops() == {"stall": 1})
+
+    live(scenario())
+
+
 def test_a_replayed_request_waits_for_gaps_longer_than_one_that_cost_nothing() -> None:
     """On an engine that is never idle, gaps are earned slowly, and the replay has been paid for."""
 

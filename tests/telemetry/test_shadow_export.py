@@ -48,6 +48,7 @@ FULL = ShadowReport(
         for where in STRATA
     ),
     pass_seconds=1.5,
+    stalls_over_budget=2,
 )
 
 
@@ -90,6 +91,7 @@ def test_figures() -> None:
     assert export.value("probes_total") == 48
     assert export.value("collapsed_total") == 1
     assert export.value("pass_seconds_total") == 1.5
+    assert export.value("stalls_over_budget_total") == 2
     assert export.value("skipped_total", reason="opted_out") == 2
     assert export.value("skipped_total", reason="replay: nan logprob") == 3
     assert export.value("dropped_total", cause="stall") == 2 * len(STRATA)
@@ -137,7 +139,8 @@ def test_off_is_a_state_and_nothing_else() -> None:
 
 def test_what_is_not_known_is_absent() -> None:
     found = samples(Export(ShadowReport(state="checking")).text())
-    counters = {f"kvguard_shadow_{name}_total" for name in ("probes", "collapsed", "pass_seconds", "reference_lost")}
+    always = ("probes", "collapsed", "pass_seconds", "reference_lost", "stalls_over_budget")
+    counters = {f"kvguard_shadow_{name}_total" for name in always}
     assert set(found) == {"kvguard_shadow_state", "kvguard_shadow_reference_up"} | counters
 
 
