@@ -122,7 +122,8 @@ class Probing:
         self.engine = engine or FakeEngine()
         self.clock = Clock()
         self.load = IDLE
-        self.looks = 0
+        self.looks = 0  # at the engine's load
+        self.turns = 0  # in which kvguard's own count was asked for
         self.on_look: Callable[[int], None] = lambda _: None
         free = {"rate": 1, "engine_share": 1, "probes_per_minute": 6000, "max_stall_ms": 60_000, "queue_items": 10_000}
         self.shadow = Shadow(
@@ -135,11 +136,17 @@ class Probing:
             batch_tokens=2048,
             batch_sequences=8,
             figures=self._figures,
+            in_flight=self._in_flight,
+            generated=lambda: self.load.generated_total,
             baseline=accepted[0],
             tolerance=accepted[1],
             clock=self.clock,
             seed=1,
         )
+
+    def _in_flight(self) -> int:
+        self.turns += 1
+        return int(self.load.running or 0)
 
     async def _figures(self) -> EngineFigures:
         self.looks += 1

@@ -27,7 +27,7 @@ Work = Callable[[EngineClient, str, Limits], Coroutine[Any, Any, None]]
 class NoSurface:
     """The data plane of an engine that serves nobody."""
 
-    alive = True
+    alive, in_flight = True, 0
 
     def stop_accepting(self) -> None:
         """Nothing is accepted."""

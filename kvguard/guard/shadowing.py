@@ -117,6 +117,8 @@ async def _probe_traffic(
         batch_tokens=None if reference.comes_and_goes else limits.max_num_batched_tokens,
         batch_sequences=limits.max_num_seqs,
         figures=figures,
+        in_flight=lambda: surface.in_flight,
+        generated=lambda: board.status.gauges.generated_total,
     )
     board.shadow = shadow
     surface.set_tap(shadow.tap)

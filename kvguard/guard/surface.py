@@ -17,6 +17,10 @@ class Surface(Protocol):
     def alive(self) -> bool:
         """Whether it serves; False without having been stopped means that it failed."""
 
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight now."""
+
     def stop_accepting(self) -> None:
         """Close the listening sockets; requests in flight go on."""
 

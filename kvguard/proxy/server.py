@@ -102,6 +102,11 @@ class DataPlane:
         """Whether the thread runs. False without `close` having been called means that it failed."""
         return self._thread.is_alive()
 
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight now."""
+        return self._app.in_flight.count
+
     def start(self) -> None:
         """Returns when connections are accepted. UsageError for an unusable certificate or port."""
         try:

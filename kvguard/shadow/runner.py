@@ -91,14 +91,19 @@ class Shadow:
         batch_tokens: int | None,
         batch_sequences: int | None,
         figures: Callable[[], Awaitable[EngineFigures]],
+        in_flight: Callable[[], int],
+        generated: Callable[[], float | None],
         base_models: Iterable[str] = (),
         baseline: float | None = None,
         tolerance: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
-        """`dtype` is the engine's effective KV dtype; `figures` reads its load now; `base_models` are further names of
-        the served model. `baseline` and `tolerance` (nats by token) are the accepted ones, None: what the self-check finds.
+        """`dtype` is the engine's effective KV dtype; `base_models` are further names of the served model.
+
+        `figures` asks for the engine's load now, which costs its streams a gap; `in_flight` and `generated` cost nothing:
+        requests with the engine by kvguard's own count, and tokens it had made when it was last read. `baseline` and
+        `tolerance` (nats by token) are the accepted ones, None: what the self-check finds.
         """
         self._client = client
         self._reference = reference
@@ -108,6 +113,8 @@ class Shadow:
         self._accepted = baseline
         self._tolerance = tolerance
         self._figures = figures
+        self._in_flight = in_flight
+        self._generated = generated
         self._clock = clock
         self._rules = Rules(
             base_models=frozenset({served_model, *base_models}),
@@ -125,7 +132,7 @@ class Shadow:
         self._choice: Choice | None = None
         self._watched: tuple[Choice, ...] = ()
         self._patient_until = self._paced_until = 0.0
-        self._beside = False  # whether clients' requests ran when the latest replay began
+        self._beside = 0.0  # clients' requests that ran when the latest replay began
         self._recent: list[Observation] = []
         self._skipped: Counter[str] = Counter()
         self._report = ShadowReport(state="checking", reason="the self-check has not run yet", reference=reference.name)
@@ -264,20 +271,16 @@ class Shadow:
         return True
 
     async def _next(self) -> Item[Candidate] | None:
-        if not self._sampler.queued:
+        self._sampler.generated(self._generated())
+        if not self._sampler.promising(self._clock(), self._in_flight()):
             await asyncio.sleep(_IDLE)
             return None
-        load = await self._load()
+        load = await self._figures()
         item = self._sampler.next(self._clock(), load.waiting, load.kv_pinned_ratio, load.running)
         if item is None:
             await asyncio.sleep(_IDLE)
-        self._beside = load.running != 0
+        self._beside = load.running or 0.0
         return item
-
-    async def _load(self) -> EngineFigures:
-        load = await self._figures()
-        self._sampler.generated(load.generated_total)
-        return load
 
     # ---- the self-check
 
@@ -343,12 +346,15 @@ class Shadow:
     async def _quiet(self) -> None:
         """Wait until no client's request waits or runs. A replica that is never idle gets the check within the budget."""
         while True:
-            load, now = await self._load(), self._clock()
-            if load.waiting == 0 and load.running == 0:
-                return
-            if now > max(self._patient_until, self._paced_until):
+            now = self._clock()
+            self._sampler.generated(self._generated())
+            patient = now <= max(self._patient_until, self._paced_until)
+            if self._in_flight() == 0 or not patient:
+                load = await self._figures()
+                if load.waiting == 0 and load.running == 0:
+                    return
                 figures = (load.waiting, load.kv_pinned_ratio, load.running)
-                if self._sampler.clearance(now, LEAST_TOKENS, *figures) is None:
+                if not patient and self._sampler.clearance(now, LEAST_TOKENS, *figures) is None:
                     return
             self._set(reason="the self-check waits for a moment without clients' requests")
             await asyncio.sleep(_IDLE)
@@ -424,6 +430,8 @@ class Shadow:
     async def _probe(self, item: Item[Candidate]) -> bool:
         """Probe a request; False when its pass failed."""
         decode, _, decode_seconds = await self._decode(item.payload, greedy=self._settings.greedy)
+        beside = max(self._beside, self._in_flight())
+        self._sampler.replayed(beside, len(decode.ids) if decode is not None else self._settings.max_tokens)
         if decode is None:
             self._sampler.drop(item, Drop.REPLAY, decode_seconds)
             return True
@@ -432,14 +440,11 @@ class Shadow:
         if longest is not None and tokens >= longest:  # it generates one token besides
             self._sampler.drop(item, Drop.TOO_LONG, decode_seconds)
             return True
-        beside = self._beside
 
         async def cleared() -> Drop | None:  # the load may have changed while the engine generated
-            nonlocal beside
             until = self._clock() + max(_PATIENCE_FOR_PASS, self._settings.max_age_s)
             while True:
-                load = await self._load()
-                beside = beside or load.running != 0
+                load = await self._figures()
                 cause = self._sampler.clearance(self._clock(), tokens, load.waiting, load.kv_pinned_ratio, load.running)
                 if cause is None or cause in _LASTING or self._clock() > until:
                     return cause
@@ -450,8 +455,8 @@ class Shadow:
         scored = await self._score(decode, choices, item.weight, item.stratum, cleared, self._watched)
         elsewhere = self._reference.comes_and_goes  # its passes cost this engine nothing
         self._took(scored, stalls=not elsewhere)
-        # Each step of a replay is a step of every request beside it.
-        engine_seconds = (decode_seconds if beside else 0.0) + (0.0 if elsewhere else scored.seconds)
+        part_of_batch = decode_seconds / (beside + 1) if beside else 0.0
+        engine_seconds = part_of_batch + (0.0 if elsewhere else scored.seconds)
         if scored.cause is not None:
             self._sampler.drop(item, scored.cause, engine_seconds)
         elif scored.observation is None:

@@ -28,6 +28,7 @@ OTHER_ADAPTERS = "other"
 """The adapter in the strata of those."""
 
 _SLOWLY = 0.2
+_OF_A_GAP = 0.1  # one more sequence makes a step a fifth longer (on a CPU, beside three), a pass makes it many times as long
 _FORGET_S = 60.0  # a pause of the machine in one pass must not blind probes for long
 
 T = TypeVar("T")
@@ -144,9 +145,33 @@ class Sampler(Generic[T]):
     # --- whoever runs probes ---
 
     def generated(self, total: float | None) -> None:
-        """The engine has generated so many tokens since it started; asked for gaps before every `next` and `clearance`."""
+        """The engine has generated so many tokens since it started, which earns gaps."""
         with self._lock:
             self._gaps.made(total)
+
+    def promising(self, now: float, in_flight: int) -> bool:
+        """Whether a probe could start, were the engine's load right; `in_flight` requests are with it by kvguard's own count.
+
+        To ask the engine for its load lengthens a gap of its streams, so it is asked only then.
+        """
+        with self._lock:
+            self._expire(now)
+            if not self._queue or self._running is not None:
+                return False
+            hold: Drop | None = None
+            if self._breaker.open(now):
+                hold = Drop.BREAKER
+            elif not self._budget.affords(now, self._cost(now, self._queue[0].tokens)):
+                hold = Drop.BUDGET
+            elif not self._gaps.affords(in_flight):
+                hold = Drop.GAPS
+            self._held_by(hold)
+            return hold is None
+
+    def replayed(self, running: float, tokens: int) -> None:
+        """A replay generated so many tokens beside so many running requests: each of its steps was one of theirs."""
+        with self._lock:
+            self._gaps.spend(running * (1 + _OF_A_GAP * tokens))
 
     def next(self, now: float, waiting: float | None, kv_pinned: float | None, running: float | None) -> Item[T] | None:
         """The request to probe now, or None. The three figures are the engine's, None where it does not say.
@@ -168,10 +193,8 @@ class Sampler(Generic[T]):
                 else:
                     self._leave_queue("running")
                     self._running = (item, self._budget.spend(now, cost))
-                    self._gaps.spend(running or 0.0)
                     return item
-            for item in self._queue:
-                item.held_by = hold or item.held_by
+            self._held_by(hold)
             return None
 
     def clearance(
@@ -180,7 +203,7 @@ class Sampler(Generic[T]):
         """Asked right before each pass, with its exact number of tokens: None to go ahead, else what forbids it now.
 
         WAITING, KV_PINNED, BATCH_FULL, GAPS and LOAD_UNKNOWN may pass; the others will not. A pass on another engine
-        waits for none of them.
+        waits for none of them, and one of a running probe not for GAPS: its replay has cost more of them.
         """
         with self._lock:
             if self._closed:
@@ -188,6 +211,8 @@ class Sampler(Generic[T]):
             if self._batch_tokens is None:
                 return Drop.BREAKER if self._breaker.open(now) else None
             forbids = self._never(now, tokens) or self._hold(now, waiting, kv_pinned, running)
+            if forbids is Drop.GAPS and self._running is not None:
+                forbids = None
             if forbids is None:
                 self._gaps.spend(running or 0.0)
             return forbids
@@ -301,6 +326,10 @@ class Sampler(Generic[T]):
         """Engine seconds that the probe is expected to take, at most a whole window's: it then starts on empty books."""
         stalls = 0.0 if self._batch_tokens is None else self._passes * self._times.predict(now, tokens)
         return min(stalls + self._overhead_s, self._budget.most)
+
+    def _held_by(self, hold: Drop | None) -> None:
+        for item in self._queue:
+            item.held_by = hold or item.held_by
 
     def _expire(self, now: float) -> None:
         while self._queue and now - self._queue[0].offered_at > self._settings.max_age_s:

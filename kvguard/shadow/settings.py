@@ -62,18 +62,19 @@ class Settings(Frozen):
     """
 
     engine_share: float = Field(0.003, gt=0, le=1, allow_inf_nan=False)
-    """Share of the engine's time that probes may take: reference passes, and replays beside clients' requests.
+    """Share of the engine's time that probes may take: reference passes, and a replay's part of the batch it ran in.
 
-    Default 0.003: a request that arrives during a pass waits for its end, and each step of a replay is one of the requests
-    beside it, so this is also the share of tokens that can be late. It must stay well below the hundredth that a 99th
-    percentile is about.
+    Default 0.003: a request that arrives during a pass waits for its end, so this is also the share of first tokens that
+    can be late. It must stay well below the hundredth that a 99th percentile is about.
     """
 
     gap_share: float = Field(0.001, gt=0, le=1, allow_inf_nan=False)
-    """Share of the gaps between clients' tokens that probes may lengthen, by passes and by the prefill of a replay.
+    """Share of the gaps between clients' tokens that probes may lengthen, by passes and by replays.
 
+    A pass and a replay's prefill count as one gap of each running request, each further step of a replay as a tenth of one.
     Default 0.001: the 99th percentile of gaps becomes at most what the 99.1th was. Moments in which nothing runs cost no
-    gap, and are waited for; where there are none, this sets the pace of probes.
+    gap, and are waited for; where there are none, this sets the pace: one probe of 64 tokens in about
+    10,000 steps of the engine.
     """
 
     max_stall_ms: float = Field(200, gt=0, le=60_000, allow_inf_nan=False)

@@ -38,7 +38,7 @@ FP8 = "kv_cache: {dtype: fp8_e4m3}\n"
 class Surface:
     """A data plane with nothing in flight."""
 
-    alive = True
+    alive, in_flight = True, 0
 
     def __init__(self) -> None:
         self.accepting = True

@@ -33,6 +33,7 @@ class Surface:
         self.idle = True
         self.accepting = True
         self.alive = True
+        self.in_flight = 0
 
     def stop_accepting(self) -> None:
         self.accepting = False

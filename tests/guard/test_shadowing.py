@@ -42,7 +42,7 @@ class Engine:
 
 
 class Surface:
-    alive = True
+    alive, in_flight = True, 0
 
     def __init__(self) -> None:
         self.taps: list[Tap | None] = []

@@ -420,20 +420,33 @@ class Accounts(RuleBasedStateMachine):
 TestAccounts = Accounts.TestCase
 
 
+def test_the_self_check_s_passes_lengthen_one_gap_in_a_thousand() -> None:
+    sample = sampler(Clock())
+    assert [sample.clearance(0.0, 10, 0.0, 0.1, 7.0) for _ in range(6)] == [None] * 5 + [Drop.GAPS]
+    assert sample.clearance(0.0, 10, 0.0, 0.1, 0.0) is None, "nothing runs"
+
+
 def test_passes_and_replays_lengthen_one_gap_in_a_thousand() -> None:
     sample = sampler(Clock(), max_age_s=3600)
     sample.generated(0.0)
     for _ in range(3):
         sample.offer(SHORT, 10, "")
+    assert sample.promising(0.0, in_flight=7)
     first = start(sample, running=7.0)
     assert first is not None
-    assert [sample.clearance(0.0, 10, 0.0, 0.1, 7.0) for _ in range(5)] == [None] * 4 + [Drop.GAPS]
-    assert sample.clearance(0.0, 10, 0.0, 0.1, 1.0) is Drop.GAPS
-    assert sample.clearance(0.0, 10, 0.0, 0.1, 0.0) is None, "nothing runs"
+    sample.replayed(7.0, 64)
+    assert [sample.clearance(0.0, 10, 0.0, 0.1, 7.0) for _ in range(3)] == [None] * 3
     sample.done(first, tokens=10, pass_seconds=0.001, engine_seconds=0.001)
     assert start(sample, running=1.0) is None
-    sample.generated(4000.0)
+    assert not sample.promising(0.0, in_flight=1)
+    assert sample.promising(0.0, in_flight=0)
+    owed = 7 * (1 + 6.4) + 7 * 3 - 32
+    sample.generated(1000.0 * owed - 100)
+    assert start(sample, running=1.0) is None
+    sample.generated(1000.0 * owed + 100)
+    assert sample.promising(0.0, in_flight=1)
     assert start(sample, running=1.0) is not None
+    assert not sample.promising(0.0, in_flight=0), "one at a time"
 
 
 def test_what_always_runs_beside_others_is_dropped_for_their_gaps() -> None:

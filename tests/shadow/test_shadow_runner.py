@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvguard.evidence.metrics import EngineFigures
 from kvguard.reference.models import Choice
 from kvguard.reference.ranges import LayerRange, Side
 from kvguard.shadow import runner
+from kvguard.shadow.candidate import read_request
 from kvguard.shadow.document import probe_document, ranges_document, report_document
 from kvguard.shadow.models import COST, UNEXPLAINED
 from kvguard.shadow.prompts import SELF_CHECK
@@ -178,7 +180,7 @@ def test_the_self_check_waits_for_an_idle_engine(busy: EngineFigures) -> None:
         probing = Probing()
         probing.load = busy
         task = asyncio.create_task(probing.shadow.run())
-        await probing.until(lambda: probing.looks > 3)
+        await probing.until(lambda: probing.turns > 3)
         assert (probing.engine.asked, probing.report.state) == ([], "checking")
         assert "without clients' requests" in probing.report.reason
         probing.load = IDLE
@@ -193,24 +195,24 @@ def test_a_replica_that_is_never_idle_is_checked_within_the_budget() -> None:
         probing = Probing(FakeReference(seconds=0.1), engine_share=0.02)
         probing.load = EngineFigures(running=3.0, waiting=0.0, kv_pinned_ratio=0.1, generated_total=0.0)
         task = asyncio.create_task(probing.shadow.run())
-        await probing.until(lambda: probing.looks > 3)
+        await probing.until(lambda: probing.turns > 3)
         assert probing.engine.asked == []
         probing.clock.now += 61
-        looks = probing.looks
-        await probing.until(lambda: probing.looks > looks + 3)
+        turns = probing.turns
+        await probing.until(lambda: probing.turns > turns + 3)
         assert probing.engine.asked == [], "no token was made, so that no gap may be lengthened"
         probing.load = probing.load.model_copy(update={"generated_total": 1e6})
         await probing.until(lambda: len(probing.reference.asked) == 1)
         for passes in range(2, 5):
-            looks = probing.looks
-            await probing.until(lambda looks=looks: probing.looks > looks + 3)
+            turns = probing.turns
+            await probing.until(lambda turns=turns: probing.turns > turns + 3)
             assert len(probing.reference.asked) == passes - 1, "the share has not paid for the last pass yet"
             probing.clock.now += 5.01
             await probing.until(lambda passes=passes: len(probing.reference.asked) == passes)
         probing.load = probing.load.model_copy(update={"waiting": 1.0})
         probing.clock.now += 5.01
-        looks = probing.looks
-        await probing.until(lambda: probing.looks > looks + 3)
+        turns = probing.turns
+        await probing.until(lambda: probing.turns > turns + 3)
         assert len(probing.reference.asked) == 4, "somebody waits"
         await runner.cancel(task)
 
@@ -460,27 +462,53 @@ def test_passes_that_stalled_for_longer_than_foreseen_are_counted() -> None:
     live(scenario())
 
 
-def test_a_replayed_request_waits_for_gaps_longer_than_one_that_cost_nothing() -> None:
-    """On an engine that is never idle, gaps are earned slowly, and the replay has been paid for."""
+def test_a_probe_beside_others_is_paid_for_by_tokens_and_the_engine_is_not_asked_before_they_have() -> None:
+    """Each step of a replay is one of every request beside it; its passes do not wait until that is earned back."""
 
     async def scenario() -> None:
-        async with Probing(max_age_s=60) as probing:
+        async with Probing() as probing:
             probing.reference.asked.clear()
-            busy = EngineFigures(running=7.0, waiting=0.0, kv_pinned_ratio=0.1, generated_total=0.0)
-
-            def look(_: int) -> None:  # 60 s of decoding between two looks
-                if probing.load is IDLE:
-                    probing.load = busy
-                elif len(probing.reference.asked) < 3:
-                    probing.clock.now += 60
-                    total = (probing.load.generated_total or 0.0) + 2_000
-                    probing.load = probing.load.model_copy(update={"generated_total": total})
-
-            probing.on_look = look
+            busy = EngineFigures(running=4.0, waiting=0.0, kv_pinned_ratio=0.1, generated_total=0.0)
+            probing.load = busy
             probing.client_asks()
+            turns, looks = probing.turns, probing.looks
+            await probing.until(lambda: probing.turns > turns + 5)
+            assert probing.looks == looks, "no token was made, and to look would lengthen a gap"
+            probing.load = busy.model_copy(update={"generated_total": 1_000.0})
             await probing.until(lambda: probing.report.probes == 1)
             assert probing.reference.asked == ["16bit", "fp8_e4m3 truncate", "control"]
-            assert (probing.load.generated_total or 0.0) >= 2 * 7_000, "two passes were earned, one was in advance"
+            owed = -probing.shadow._sampler._gaps._earned
+            assert owed == pytest.approx(4 * (1 + 2) + 4 * 3 - 1), (
+                "a prefill, twenty tokens and three passes; one gap was earned"
+            )
+            probing.client_asks()
+            probing.load = busy.model_copy(update={"generated_total": 999.0 + 1_000 * owed})
+            turns, looks = probing.turns, probing.looks
+            await probing.until(lambda: probing.turns > turns + 5)
+            assert probing.looks == looks
+            probing.load = busy.model_copy(update={"generated_total": 1_010.0 + 1_000 * owed})
+            await probing.until(lambda: probing.report.probes == 2)
+            probing.client_asks()
+            probing.load = IDLE
+            await probing.until(lambda: probing.report.probes == 3)
+
+    live(scenario())
+
+
+def test_an_engine_is_not_asked_for_its_load_while_the_budget_is_spent() -> None:
+    async def scenario() -> None:
+        async with Probing(FakeReference(seconds=1.0), engine_share=0.02) as probing:
+            await probed(probing)
+            probing.client_asks()
+            turns, looks = probing.turns, probing.looks
+            await probing.until(lambda: probing.turns > turns + 5)
+            assert probing.looks == looks
+            probing.clock.now += 61
+            probing.client_asks()
+            await probing.until(lambda: probing.drops() == {"budget": 1})
+            probing.clock.now += 120
+            probing.client_asks()
+            await probing.until(lambda: probing.report.probes == 2)
 
     live(scenario())
 
@@ -600,18 +628,32 @@ def test_no_prompt_in_report_document_metrics_or_log() -> None:
     live(scenario())
 
 
-def test_the_data_plane_hands_over_and_parses_nothing() -> None:
+def test_the_data_plane_hands_over_and_parses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading: set[int] = set()
+
+    def read(*arguments: Any) -> Any:
+        reading.add(threading.get_ident())
+        return read_request(*arguments)
+
+    monkeypatch.setattr(runner, "read_request", read)
+
     async def scenario() -> None:
         async with Probing() as probing:
+
+            async def skipped(requests: int) -> dict[str, int]:
+                async with asyncio.timeout(120):
+                    while sum(probing.report.skipped.values()) < requests:
+                        await asyncio.sleep(0.01)
+                return probing.report.skipped
+
             await asyncio.to_thread(probing.shadow.tap, "/v1/embeddings", [], b"{}")
+            assert await skipped(1) == {"not_generation": 1}
+            assert reading == {threading.get_ident()}, "read on the control loop, not on the thread that handed it over"
             probing.shadow.tap("/metrics", [], b"")
             for _ in range(70):
                 probing.shadow.tap("/v1/completions", [], b"{")
-            assert probing.report.skipped == {}, "nothing is read on the caller's thread"
-            async with asyncio.timeout(120):
-                while sum(probing.report.skipped.values()) < 71:
-                    await asyncio.sleep(0.01)
-            assert probing.report.skipped == {"busy": 71 - 64, "not_generation": 1, "not_json": 63}
+            assert probing.report.skipped == {"not_generation": 1}, "nothing is read in the call"
+            assert await skipped(71) == {"not_generation": 1, "busy": 70 - 64, "not_json": 64}
 
     live(scenario())
 
@@ -720,8 +762,8 @@ def test_what_clients_requests_span_is_put_together_and_the_self_checks_is_not()
     live(scenario())
 
 
-@pytest.mark.parametrize(("running", "seconds"), [(0.0, 0.3), (3.0, 2.3)])
-def test_a_replay_costs_its_time_where_others_run_beside_it(running: float, seconds: float) -> None:
+@pytest.mark.parametrize(("running", "seconds"), [(0.0, 0.3), (3.0, 0.8)])
+def test_a_replay_costs_its_part_of_the_batch_where_others_run_beside_it(running: float, seconds: float) -> None:
     async def scenario() -> None:
         async with Probing(FakeReference(seconds=0.1), gap_share=1) as probing:
             for total in (0.0, 1e6):
