@@ -22,6 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -31,17 +32,21 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import musts
 import peers
 from load import Connection, Seen, block, connect, request
 
 CLIENTS = 8
-KINDS = {"json": CLIENTS, "stream": CLIENTS, "lone": 1}
+KINDS = {"json": CLIENTS, "stream": CLIENTS, "burst": CLIENTS, "lone": 1}
 """Kinds of requests, and how many clients ask at once.
 
-`lone` is a stream at a time: the slowest proxy keeps pace with it too, so that all carry the same streams at much the same
-rate, and each wakes up for each chunk. With eight, the slowest is at its limit, and finds its next chunk there already.
+`burst` is a stream whose chunks come without a pause, `lone` a paced stream at a time: the slowest proxy keeps pace with that,
+so that all carry the same streams at much the same rate, and each wakes up for each chunk. With eight, the slowest is at its
+limit, and finds its next chunk there already.
 """
-TITLES = {"json": "1 KB JSON", "stream": "stream of 64 chunks", "lone": "the same, one client"}
+TITLES = {"json": "1 KB JSON", "stream": "stream of 64 chunks", "burst": "without a pause", "lone": "paced, one client"}
+NAMES = ("kvguard", "kvguard, access log", "kvguard, spans", "bare", "nginx", "vllm-router", "LiteLLM")
+_WARM = {"json": 200, "stream": 32, "burst": 32, "lone": 4}
 _START_S = 120.0
 
 Figures = dict[str, Any]
@@ -66,7 +71,8 @@ class Running:
 
     def request(self, kind: str, *, idle: bool = False) -> bytes:
         """The request that this one is asked."""
-        return request(stream=kind != "json", idle=idle, key=self.proxy.key)
+        user = "idle" if idle else "burst" if kind == "burst" else ""
+        return request(stream=kind != "json", user=user, key=self.proxy.key)
 
 
 @contextlib.contextmanager
@@ -113,6 +119,7 @@ def start_all(engine: peers.Engine, stack: ExitStack, wanted: Sequence[str]) -> 
     makers = {
         "kvguard": peers.kvguard,
         "kvguard, access log": lambda one: peers.kvguard(one, "--access-log", name="kvguard, access log"),
+        "kvguard, spans": lambda one: peers.kvguard(one, "--spans", f"http://127.0.0.1:{one.port}", name="kvguard, spans"),
         "bare": peers.bare,
         "nginx": peers.nginx,
         "vllm-router": peers.vllm_router,
@@ -138,7 +145,7 @@ async def cpu_costs(running: Sequence[Running], rounds: int, requests: dict[str,
     found: dict[str, Figures] = {one.name: {kind: {"cpu_ms": [], "reads": []} for kind in KINDS} for one in running}
     for one in running:
         for kind in KINDS:
-            await _block(one, kind, 24 if one.proxy.slow and kind != "lone" else {"json": 200, "stream": 32, "lone": 4}[kind])
+            await _block(one, kind, 24 if one.proxy.slow and kind != "lone" else _WARM[kind])
     for number in range(rounds):
         for kind, clients in KINDS.items():
             for one in running if number % 2 == 0 else reversed(running):
@@ -278,11 +285,11 @@ def ratios(costs: dict[str, Figures]) -> dict[str, dict[str, dict[str, float]]]:
 
 def show(result: Figures) -> None:
     """The tables, for people."""
-    print(f"\n{'CPU ms a request':22}" + "".join(f"{TITLES[kind]:>30}" for kind in KINDS) + "   reads a stream, lone")
+    print(f"\n{'CPU ms a request':22}" + "".join(f"{TITLES[kind]:>28}" for kind in KINDS) + "   reads a stream, lone")
     for name, kinds in result["cpu"].items():
         cells = [f"{kinds[kind]['median']:.3f} ({kinds[kind]['low']:.3f} to {kinds[kind]['high']:.3f})" for kind in KINDS]
         reads = f"   {kinds['stream']['reads']:.1f}, {kinds['lone']['reads']:.1f}"
-        print(f"{name:22}" + "".join(f"{cell:>30}" for cell in cells) + reads)
+        print(f"{name:22}" + "".join(f"{cell:>28}" for cell in cells) + reads)
     print(f"\n{'ratio':32}" + "".join(f"{TITLES[kind]:>28}" for kind in KINDS))
     for name in result["ratios"]["json"]:
         cells = []
@@ -305,8 +312,8 @@ async def measure(engine: peers.Engine, running: Sequence[Running], quick: bool)
     """All of it, in order."""
     scale = 10 if quick else 1
     ours = next(one for one in running if one.name == "kvguard")
-    requests = {"json": 2400 // scale, "stream": 160 // scale, "lone": 4 if quick else 16}
-    costs = await cpu_costs(running, 2 if quick else 8, requests)
+    requests = {"json": 2400 // scale, "stream": 128 // scale, "burst": 256 // scale, "lone": 4 if quick else 12}
+    costs = await cpu_costs(running, 2 if quick else 6, requests)
     quick_ones = [one for one in running if not one.proxy.slow]
     print("first bytes", flush=True)
     latencies = await first_bytes(engine, quick_ones, 2 if quick else 10, 200 // scale)
@@ -337,17 +344,17 @@ def main() -> None:
     options.add_argument("--without", action="append", default=[], help="a proxy to leave out, by name; repeatable")
     options.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "kvguard-bench-data-plane.json")
     given = options.parse_args()
-    names = ("kvguard", "kvguard, access log", "bare", "nginx", "vllm-router", "LiteLLM")
     with (
         tempfile.TemporaryDirectory(prefix="kvb") as place,
         fake_engine(Path(place), given.gap) as engine,
         ExitStack() as stack,
     ):
-        running, skipped = start_all(engine, stack, [name for name in names if name not in given.without])
+        running, skipped = start_all(engine, stack, [name for name in NAMES if name not in given.without])
         result = uvloop.run(measure(engine, running, given.quick))
     about = {name: version(name) for name in ("uvicorn", "uvloop", "httptools", "aiohttp")}
     result |= {"skipped": skipped, "versions": {"python": platform.python_version(), **about}, "gap_ms": given.gap}
     result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
+    result["musts"] = [asdict(must) for must in musts.of_data_plane(result)]
     show(result)
     given.out.write_text(json.dumps(result, indent=2))
     print(f"written to {given.out}")

@@ -1,7 +1,8 @@
 """kvguard's data plane as `kvguard serve` runs it, in front of any socket: open gate, metrics, headers and sampling on.
 
 The requests are drawn for and queued as on a live replica; what the probes themselves do to an engine is measured elsewhere.
-`python tests/bench/kvguard_relay.py SOCKET PORT MANAGEMENT_PORT [--access-log]` serves until it is told to stop.
+`python tests/bench/kvguard_relay.py SOCKET PORT MANAGEMENT_PORT [--access-log] [--spans COLLECTOR]` serves until it is told to
+stop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from kvguard.engine.client import EngineClient
 from kvguard.guard.gate import Gate, Snapshot, Status, headers_for
 from kvguard.guard.state import State
 from kvguard.proxy.forward import Forwarder
-from kvguard.proxy.management import management_app, serve_management
+from kvguard.proxy.management import management_app
+from kvguard.proxy.management_server import serve_management
+from kvguard.proxy.otlp import tracing_from
 from kvguard.proxy.server import DataPlane, bind
 from kvguard.proxy.upstream import Limits, Upstream
 from kvguard.shadow.runner import Shadow
@@ -51,6 +54,8 @@ def _sampling() -> Shadow:
         batch_tokens=8192,
         batch_sequences=256,
         figures=_figures,
+        in_flight=lambda: 0,
+        generated=lambda: None,
     )
     shadow._loop = asyncio.get_running_loop()
     shadow._open = True
@@ -63,8 +68,10 @@ async def main(uds: str, port: int, management_port: int, *more: str) -> None:
     gate.snapshot = Snapshot(State.SERVING, True, "", 0, headers_for(_EFFECTIVE, "sha256:" + 64 * "a"))
     registry = CollectorRegistry()
     registry.register(GuardCollector(Status))
-    extra: dict[str, Any] = {"access_log": True} if "--access-log" in more else {}
-    forwarder = Forwarder(gate, Upstream(uds=uds), ProxyMetrics(registry), Limits(), **extra)
+    tracing = tracing_from(more[more.index("--spans") + 1], {}) if "--spans" in more else None
+    forwarder = Forwarder(
+        gate, Upstream(uds=uds), ProxyMetrics(registry), Limits(), access_log="--access-log" in more, tracing=tracing
+    )
     plane = DataPlane(forwarder, [bind("127.0.0.1", port)])
     shadow = _sampling()
     plane.start()

@@ -10,11 +10,11 @@ from pathlib import Path
 _JSON_BODY = b'{"model":"bench","messages":[{"role":"user","content":"Write about a river."}],"max_tokens":140}'
 
 
-def request(*, stream: bool = False, idle: bool = False, key: str = "") -> bytes:
-    """A chat request as the OpenAI client sends it, more or less."""
+def request(*, stream: bool = False, user: str = "", key: str = "") -> bytes:
+    """A chat request as the OpenAI client sends it, more or less; `user` tells the fake engine what to do (see `upstream`)."""
     body = _JSON_BODY
     if stream:
-        body = body[:-1] + b',"stream":true' + (b',"user":"idle"' if idle else b"") + b"}"
+        body = body[:-1] + b',"stream":true' + (b',"user":"%s"' % user.encode() if user else b"") + b"}"
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/json\r\n"
         b"content-type: application/json\r\nuser-agent: OpenAI/Python 2.8.0\r\naccept-encoding: gzip, deflate\r\n"

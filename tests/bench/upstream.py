@@ -1,8 +1,8 @@
 """A process that answers as an engine would, and as fast as Python can: the far side of every proxy that is measured.
 
 `python tests/bench/upstream.py SOCKET PORT GAP` listens on both. A body with `"stream":true` gets an event stream of 64 chunks,
-one every GAP milliseconds; with `"idle"` in it, the stream stops after its first chunk until the client leaves. GET /stats
-tells what is running. Everything else gets the same 1 KB of JSON.
+one every GAP milliseconds; with `"burst"` in it without a pause, each by a write of its own; with `"idle"` the stream stops
+after its first chunk until the client leaves. GET /stats tells what is running. Everything else gets the same 1 KB of JSON.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Engine(asyncio.Protocol):
     def __init__(self) -> None:
         self._buffer = b""
         self._left = 0
+        self._gap = Engine.gap_s
         self._timer: asyncio.TimerHandle | None = None
         self._streaming = False
         self._loop = asyncio.get_running_loop()
@@ -104,14 +105,15 @@ class Engine(asyncio.Protocol):
         self._streaming = True
         self._transport.write(_STREAM_HEAD + WIRE[0])
         self._left = 1
+        self._gap = 0.0 if b'"burst"' in body else Engine.gap_s
         if b'"idle"' not in body:
-            self._timer = self._loop.call_later(self.gap_s, self._next)
+            self._timer = self._loop.call_later(self._gap, self._next)
 
     def _next(self) -> None:
         if self._left < CHUNKS:
             self._transport.write(WIRE[self._left])
             self._left += 1
-            self._timer = self._loop.call_later(self.gap_s, self._next)
+            self._timer = self._loop.call_later(self._gap, self._next)
         else:
             self._transport.write(b"0\r\n\r\n")
             self._timer = None
