@@ -182,7 +182,9 @@ def _problem(document: Any) -> str:
         detail = detail.get("message")
     if isinstance(detail, list) and detail and isinstance(first := detail[0], dict):
         return f"{'.'.join(map(str, first.get('loc', ())))}: {first.get('msg')}"
-    return str(detail or "no answer of kvguard's management port")
+    if not detail or detail == "Not Found":
+        return "that is no answer of kvguard's management port (--management-port, 9464), which is required"
+    return str(detail)
 
 
 def show(document: dict[str, Any], console: Console) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import structlog
 import typer
@@ -249,9 +250,12 @@ def _reference(named: str, record: str, *, launch: bool, flags: Sequence[str], s
         raise UsageError("--shadow-set sets probes, which are off: add --shadow in-engine, --shadow URL or --shadow-launch")
     if launch:
         return SHADOW_LAUNCH
-    if named in (SHADOW_OFF, SHADOW_IN_ENGINE) or named.startswith(("http://", "https://", "/", "unix:")):
+    is_url = named.startswith(("http://", "https://")) and bool(urlsplit(named).hostname)
+    if named in (SHADOW_OFF, SHADOW_IN_ENGINE) or is_url or named.startswith(("/", "unix:")):
         return named
-    raise UsageError(f"--shadow {named!r}: required is off, in-engine, a URL, or the path of a Unix socket")
+    raise UsageError(
+        f"--shadow {named!r}: required is off, in-engine, http(s)://HOST[:PORT], or the absolute path of a Unix socket"
+    )
 
 
 def _variables(given: Sequence[str] | None) -> dict[str, str]:

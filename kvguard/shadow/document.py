@@ -61,6 +61,8 @@ def report_document(report: ShadowReport) -> dict[str, Any]:
                 "adapter": row.stratum.adapter,
                 "token_coverage": row.coverage,
                 "offered": row.offered.requests,
+                "not_included": row.not_included.requests,
+                "queued": row.queued.requests + row.running.requests,
                 "done": row.done.requests,
                 "dropped": {str(cause): count.requests for cause, count in row.dropped.items()},
             }

@@ -148,9 +148,14 @@ class Shadow:
         """The current report, with the sampler's account of now."""
         current, rows = self._report, self._sampler.rows()
         reason = current.reason
-        stalled = sum(row.dropped[Drop.STALL].requests for row in rows if Drop.STALL in row.dropped)
-        if stalled and not current.probes and self._open:
-            reason += f"; {stalled} drawn and dropped: a pass is predicted to stall the engine for longer than max-stall-ms"
+        dropped: Counter[Drop] = Counter()
+        for row in rows:
+            dropped.update({cause: count.requests for cause, count in row.dropped.items()})
+        if current.state in ("probing", "blind") and dropped.total() > current.probes:
+            causes = ", ".join(f"{cause} {requests}" for cause, requests in dropped.most_common())
+            reason += f"; drawn and dropped: {causes}"
+            if dropped[Drop.STALL]:
+                reason += " (a pass is predicted to stall the engine for longer than max-stall-ms)"
         return replace(current, reason=reason, skipped=dict(self._skipped), rows=rows)
 
     def watch(self, choices: Sequence[Choice]) -> str:

@@ -66,7 +66,8 @@ def conclude(
     least = found.low if found.low is not None else (measured or 0.0)
     damage = ""
     if broken or (measured or 0.0) > DAMAGED:
-        damage = f"the self-check shows damage: {broken or f'unexplained |Δ logprob| {measured:.3g} by token'}"
+        how = f"one answer: {broken}" if broken else f"unexplained |Δ logprob| {measured:.3g} by token"
+        damage = f"the self-check shows damage: {how}"
     elif accepted is not None and least > test.bound:
         damage = (
             f"the self-check finds unexplained |Δ logprob| of at least {least:.4g} by token, more than the accepted "

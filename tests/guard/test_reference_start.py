@@ -117,7 +117,9 @@ def test_what_is_no_reference_is_said_before_the_start(
         ("off", "r.json", False, [], "--shadow-record is for the engine that --shadow URL"),
         ("in-engine", "r.json", False, [], "--shadow-record is for"),
         ("off", "r.json", True, [], "--shadow-record is for"),
-        ("elsewhere", "", False, [], "required is off, in-engine, a URL"),
+        ("elsewhere", "", False, [], "required is off, in-engine, http.s.://HOST"),
+        ("http://", "", False, [], "required is off, in-engine, http.s.://HOST"),
+        ("./engine.sock", "", False, [], "or the absolute path of a Unix socket"),
     ],
 )
 def test_options_that_contradict_each_other(named: str, record: str, launch: bool, flags: list[str], says: str) -> None:

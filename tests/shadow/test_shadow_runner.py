@@ -125,7 +125,7 @@ def test_nothing_that_explains_the_decode_is_a_finding() -> None:
     [
         (FakeEngine(lambda _: answer(ids=[7] * 20)), FakeReference({**TRUNCATES, "16bit": 1.0}), "repeated token"),
         (FakeEngine(), FakeReference(dict.fromkeys((*TRUNCATES, *checked_labels()), 1.0)), "unexplained |Δ logprob| 1."),
-        (FakeEngine(), FakeReference({**TRUNCATES, "16bit": 3.0}), "damage: cost "),
+        (FakeEngine(), FakeReference({**TRUNCATES, "16bit": 3.0}), "damage: one answer: cost "),
         (FakeEngine(lambda _: NAN), FakeReference(), "nan logprob"),
         (FakeEngine(lambda number: NAN if number == 5 else answer()), FakeReference(), "nan logprob"),
         (FakeEngine(lambda _: answer(logprob=0.5)), FakeReference(dict.fromkeys(checked_labels(), 2.0)), "positive logprob"),
@@ -664,7 +664,7 @@ def test_where_every_pass_would_stall_too_long_the_reason_says_so() -> None:
             for _ in range(3):
                 probing.client_asks()
             await probing.until(lambda: probing.drops().get("stall") == 3)
-            assert "3 drawn and dropped: a pass is predicted to stall" in probing.report.reason
+            assert "; drawn and dropped: stall 3 (a pass is predicted to stall" in probing.report.reason
 
     live(scenario())
 
