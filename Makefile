@@ -74,6 +74,7 @@ bench: engine
 	$(BIN)/python tests/bench/data_plane.py
 	$(BIN)/python tests/bench/real_engine.py
 	$(BIN)/python tests/bench/shadow_impact.py
+	@$(BIN)/python tests/bench/musts.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# A shared machine pauses now and then; a deadline for each example would only make tests flicker.
-settings.register_profile("kvguard", deadline=None)
+# A shared machine pauses now and then. A deadline for each example would only make tests flicker, and so would the check that
+# ends a test whose first examples took half a minute to draw.
+settings.register_profile("kvguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvguard")
 
 _TESTS = Path(__file__).parent

@@ -24,6 +24,7 @@ from kvguard.cli.probe import probe, whatif
 from kvguard.cli.serve import serve
 from kvguard.cli.verify import verify
 from kvguard.files import shown
+from kvguard.telemetry.logging import flush
 from kvguard.vocabulary import ExitCode, KvguardError
 
 app = typer.Typer(
@@ -74,6 +75,7 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
+            flush()
     except KvguardError as error:
         print(f"kvguard: {shown(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -22,8 +22,10 @@ from kvguard.guard.board import Board
 from kvguard.policy.models import Policy
 from kvguard.proxy.changes import ChangeObserver
 from kvguard.proxy.forward import Forwarder
-from kvguard.proxy.management import Probe, Watch, management_app, serve_management
+from kvguard.proxy.management import management_app
+from kvguard.proxy.management_server import serve_management
 from kvguard.proxy.server import TLS, DataPlane, bind
+from kvguard.proxy.shadow_routes import SHADOW_OFF, Probe, Watch
 from kvguard.proxy.upstream import Limits, Upstream
 from kvguard.shadow.document import probe_document, ranges_document, report_document
 from kvguard.shadow.report import ShadowReport
@@ -127,7 +129,7 @@ async def _probe_once(shadow: Shadow | None, question: Probe) -> dict[str, Any] 
 def _watch(shadow: Shadow | None, wanted: Watch) -> str:
     """Let live probes try these formats; why they cannot, "" when they do."""
     if shadow is None:
-        return "shadow probes are off, or the engine is not serving yet: start with `kvguard serve --shadow in-engine`"
+        return SHADOW_OFF
     return shadow.watch([one.choice() for one in wanted.formats])
 
 

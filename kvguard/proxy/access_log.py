@@ -1,7 +1,6 @@
-"""Lines about requests: one for each if wanted, and one for each that the engine failed. Never what was asked or answered.
+"""What a line about a request says: never what was asked or answered.
 
-Lines are written by a thread of their own, so that a standard error that nobody reads holds up no request; what it cannot
-take is dropped and counted in the next line.
+The log writes on a thread of its own (see `telemetry.logging`), so a standard error that nobody reads holds up no request.
 """
 
 from __future__ import annotations
@@ -10,45 +9,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import structlog
-
 from kvguard.proxy.asgi import Scope
-from kvguard.proxy.backlog import Backlog
 from kvguard.proxy.exchange import Exchange
 from kvguard.proxy.headers import REQUEST_ID
 
-log = structlog.get_logger("kvguard")
-
 _MOST_CHARACTERS = 200
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
-
-
-class Lines:
-    """`info` and `warning` from the data plane's loop, where they return at once; the thread runs from `start` to `close`."""
-
-    def __init__(self) -> None:
-        self._backlog: Backlog[tuple[str, str, dict[str, Any]]] = Backlog("kvguard-request-log", _write)
-        self._dropped = 0
-        self.start = self._backlog.start
-        self.close = self._backlog.close
-
-    def info(self, event: str, **entry: Any) -> None:
-        """A line of level info."""
-        self._put("info", event, entry)
-
-    def warning(self, event: str, **entry: Any) -> None:
-        """A line of level warning."""
-        self._put("warning", event, entry)
-
-    def _put(self, level: str, event: str, entry: dict[str, Any]) -> None:
-        if self._dropped:
-            entry["dropped_before"] = self._dropped
-        self._dropped = 0 if self._backlog.put((level, event, entry)) else self._dropped + 1
-
-
-def _write(line: tuple[str, str, dict[str, Any]]) -> None:
-    level, event, entry = line
-    getattr(log, level)(event, **entry)
 
 
 def identity(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

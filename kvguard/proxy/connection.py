@@ -18,6 +18,8 @@ _ONE_WRITE = 16 * 2**10  # below this a copy costs less than a second write
 _MOST_HEADERS = 1000
 _MOST_HEADER_BYTES = 2**20
 _BODILESS = frozenset({204, 304})
+_CHUNK_SIZES = {text % size: size for size in range(1, 4096) for text in (b"%x", b"%X")}
+"""The lines before chunks as servers write them; larger chunks and other spellings are the parser's."""
 
 
 class Connection(asyncio.Protocol):
@@ -118,16 +120,11 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """asyncio's call."""
         if self._aligned and self.put is not None:
-            size = data.find(b"\r\n", 1, 10)
-            if (
-                size > 0
-                and data[:size].isalnum()
-                and data.endswith(b"\r\n")
-                and _hexadecimal(data[:size]) == len(data) - size - 4 > 0
-                and self.put(data)
-            ):
+            line = data.find(b"\r\n")
+            size = len(data) - line - 4
+            if _CHUNK_SIZES.get(data[:line]) == size and data.endswith(b"\r\n") and self.put(data):
                 self.put_at = self._loop.time()
-                self.put_bytes += len(data) - size - 4
+                self.put_bytes += size
                 self.last_put = data
                 return
         if self._relay is not None:
@@ -235,10 +232,3 @@ class Connection(asyncio.Protocol):
         if self._listener is not None and not self._complete:
             listener, self._listener = self._listener, None
             listener.response_failed(detail, untouched=self._requests > 1 and not self._heard)
-
-
-def _hexadecimal(digits: bytes) -> int:
-    try:
-        return int(digits, 16)
-    except ValueError:
-        return -1

@@ -11,9 +11,11 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
+
 from kvguard.guard.gate import Gate
 from kvguard.guard.surface import Tap
-from kvguard.proxy.access_log import Lines, line
+from kvguard.proxy.access_log import line
 from kvguard.proxy.asgi import Receive, Scope, Send
 from kvguard.proxy.ending import Outcome
 from kvguard.proxy.exchange import Exchange
@@ -22,6 +24,8 @@ from kvguard.proxy.upstream import Client, Limits, Upstream
 
 if TYPE_CHECKING:  # what it imports is an extra
     from kvguard.proxy.tracing import Tracing
+
+log = structlog.get_logger("kvguard")
 
 
 class Observer(Protocol):
@@ -84,7 +88,6 @@ class Forwarder:
         self.in_flight = InFlight()
         self.tap: Tap | None = None
         self._client: Client | None = None
-        self._lines = Lines()
         self._access_log = access_log
         self._tracing = tracing
 
@@ -116,9 +119,9 @@ class Forwarder:
             self.observer.finished(route, scope["method"], exchange.status, exchange.elapsed(), exchange.outcome)
             self.in_flight.leave()
             if self._access_log:
-                self._lines.info("request", **line(scope, exchange))
+                log.info("request", **line(scope, exchange))
             if exchange.failure:
-                self._lines.warning("engine failed a request", route=route, status=exchange.status, failure=exchange.failure)
+                log.warning("engine failed a request", route=route, status=exchange.status, failure=exchange.failure)
             if span is not None and self._tracing is not None:
                 self._tracing.end(span, exchange, self.gate.snapshot.headers)
 
@@ -130,22 +133,17 @@ class Forwarder:
         try:
             tap(scope["path"], scope["headers"], body)
         except Exception as error:  # its text could hold the request
-            self._lines.warning("an answered request could not be shown to probes", error=type(error).__name__)
+            log.warning("an answered request could not be shown to probes", error=type(error).__name__)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._client = Client(self.upstream, self.limits)
-        self._lines.start()
         if self._tracing is not None:
             self._tracing.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         self._client.close()
         self._client = None
-        await asyncio.to_thread(self._close_threads)
-        await send({"type": "lifespan.shutdown.complete"})
-
-    def _close_threads(self) -> None:
-        self._lines.close()
         if self._tracing is not None:
-            self._tracing.close()
+            await asyncio.to_thread(self._tracing.close)
+        await send({"type": "lifespan.shutdown.complete"})

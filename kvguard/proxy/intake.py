@@ -14,6 +14,7 @@ from kvguard.proxy.refusal import (
     BAD_REQUEST,
     NOT_FOUND,
     SLOW_BODY,
+    TWO_HOSTS,
     Refusal,
     error_json,
     gate_closed,
@@ -40,6 +41,8 @@ def refusal_before_body(scope: Scope, snapshot: Snapshot) -> Refusal | None:
         return BAD_REQUEST
     if is_private(path) or is_private(scope["path"]):
         return NOT_FOUND
+    if [name for name, _ in scope["headers"]].count(b"host") > 1:
+        return TWO_HOSTS
     if not snapshot.open and not (scope["method"] == "GET" and path == "/metrics"):
         return gate_closed(snapshot)
     return None

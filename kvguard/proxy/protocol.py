@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvguard.proxy.asgi import Scope
 from kvguard.proxy.connection import Connection
 from kvguard.proxy.headers import asks_for_websocket, request_head
-from kvguard.proxy.refusal import MALFORMED, SLOW_HEAD, Refusal, head_too_large, refusal_wire
+from kvguard.proxy.refusal import MALFORMED, NO_TUNNELS, SLOW_HEAD, Refusal, head_too_large, refusal_wire
 from kvguard.proxy.tunnel import Tunnel
 from kvguard.proxy.upstream import Limits
 from kvguard.proxy.writer import PUT, Writer
@@ -21,6 +21,17 @@ UPGRADE = "kvguard.upgrade"
 """The ASGI extension under which a request that asks for a WebSocket carries its own connection, a `Protocol`."""
 
 _WAITING_BYTES = 64 * 2**10
+_WAITING_REQUESTS = 16
+
+
+class _Nowhere(list[tuple[bytes, bytes]]):
+    """Where a request's trailers go: behind a body nothing may be added to its headers."""
+
+    def append(self, _: tuple[bytes, bytes]) -> None:
+        """Keep nothing."""
+
+
+_NOWHERE = _Nowhere()
 
 
 class Protocol(HttpToolsProtocol):
@@ -38,6 +49,7 @@ class Protocol(HttpToolsProtocol):
         self._inside_body = False
         self._carried = b""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
         self._websocket = False
         self._waiting = b""
         self._tunnel: Tunnel | None = None
@@ -69,6 +81,10 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells the request that came last; the one that runs can be one before it.
+            self._running.disconnected = True
+            self._running.message_event.set()
         if self._tunnel is not None:
             self._tunnel.client_lost()
 
@@ -94,6 +110,8 @@ class Protocol(HttpToolsProtocol):
             cause = error.__context__
             if isinstance(cause, _HeadTooLarge):
                 self._refuse(head_too_large(self.limits.head_bytes))
+            elif isinstance(cause, _WantsTunnel):
+                self._refuse(NO_TUNNELS)
             elif isinstance(cause, _OtherUpgrade) and alone and self._begun <= 1:
                 _, _, rest = (self._carried + data).partition(b"\r\n\r\n")
                 self._carried = b""
@@ -155,7 +173,10 @@ class Protocol(HttpToolsProtocol):
             raise _HeadTooLarge
         self._inside_body = True
         if self.parser.should_upgrade():
-            if not asks_for_websocket(self.headers):
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                raise _WantsTunnel
+            if method != b"GET" or not asks_for_websocket(self.headers):
                 raise _OtherUpgrade
             self._websocket = True
             self.scope["extensions"] = {UPGRADE: {"connection": self}}
@@ -163,11 +184,20 @@ class Protocol(HttpToolsProtocol):
             self.cycle.keep_alive = False  # refused upgrades end the connection: what follows may not be HTTP
             return
         super().on_headers_complete()
+        self.headers = _NOWHERE
         self.scope["extensions"] = {PUT: {"writer": Writer(self.cycle)}}
+        if self.pipeline and len(self.pipeline) <= _WAITING_REQUESTS:
+            self.flow.resume_reading()  # who does not read does not see the client leave
 
     def on_message_complete(self) -> None:
         self._inside_body = False
         super().on_message_complete()
+
+    # --- uvicorn's calls ---
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -182,15 +212,26 @@ class Protocol(HttpToolsProtocol):
         self._refuse(SLOW_HEAD, answer=self._in_head)
 
     def _refuse(self, refusal: Refusal, *, answer: bool = True) -> None:
-        """End the connection, with an answer unless one is being written."""
+        """End the connection, with an answer unless another request is to be answered first."""
         self._stop_head_timer()
-        if answer and (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+        if answer and self._is_next() and not self.transport.is_closing():
             self.transport.write(refusal_wire(refusal))
         self.transport.close()
+
+    def _is_next(self) -> bool:
+        """Whether the next answer on this connection is that of the request that is arriving."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return True
+        return self._inside_body and cycle is self._running and not cycle.response_started
 
 
 class _HeadTooLarge(Exception):
     """Carried through httptools to its caller."""
+
+
+class _WantsTunnel(Exception):
+    """The same, for CONNECT."""
 
 
 class _OtherUpgrade(Exception):

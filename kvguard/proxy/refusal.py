@@ -36,6 +36,8 @@ def gate_closed(snapshot: Snapshot) -> Refusal:
 
 NOT_FOUND = Refusal(404, "not_found_error", "there is nothing at this path")
 BAD_REQUEST = Refusal(400, "invalid_request_error", "the request's path is not valid UTF-8")
+TWO_HOSTS = Refusal(400, "invalid_request_error", "the request names more than one host", close=True)
+NO_TUNNELS = Refusal(501, "invalid_request_error", "this is no forward proxy: nothing answers CONNECT", close=True)
 MALFORMED = Refusal(400, "invalid_request_error", "the request is not HTTP/1.1", close=True)
 SLOW_HEAD = Refusal(408, "invalid_request_error", "the request's headers did not arrive in time", close=True)
 SLOW_BODY = Refusal(408, "invalid_request_error", "the request body did not arrive in time", close=True)

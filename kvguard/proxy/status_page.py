@@ -17,6 +17,7 @@ from typing import Any
 from kvguard.files import printable
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
+from kvguard.proxy.page_parts import Row, cards, code, nats, number, paragraph, share, size, table
 from kvguard.vocabulary import Check, CheckResult
 
 MAX_ROWS = 200
@@ -42,10 +43,6 @@ _STAGES = (
     ("requested", "Requested: what the command asks for"),
 )
 _LINKS = ("/record", "/policy", "/evidence", "/shadow", "/readyz", "/metrics", "/docs")
-_ABSENT = "not given"
-
-Row = Sequence[str]
-"""Cells of one table row, as HTML."""
 
 
 def status_page(status: Status, claims: Sequence[dict[str, Any]], *, has_policy: bool, shadow: dict[str, Any] | None) -> str:
@@ -88,10 +85,10 @@ def _verdict(status: Status, has_policy: bool) -> str:
     lines = [
         f'<p><span class="badge {_TONE[status.state]}">{escape(status.state.value)}</span> '
         f'<span class="soft">{"ready" if ready else "not ready"}</span></p>',
-        f"<h1>KV cache {_code(effective.dtype)}, {escape(effective.confidence.value)}; "
-        f"scales {_code(effective.scales.value)}</h1>",
-        _paragraph(status.unready or (status.reason if status.reason != status.state.value else "")),
-        _paragraph(effective.scales_detail),
+        f"<h1>KV cache {code(effective.dtype)}, {escape(effective.confidence.value)}; "
+        f"scales {code(effective.scales.value)}</h1>",
+        paragraph(status.unready or (status.reason if status.reason != status.state.value else "")),
+        paragraph(effective.scales_detail),
         f'<p class="soft">{escape(status.model or "no model yet")} on vLLM {escape(status.engine_version or "?")}, '
         f"{escape(', '.join(effective.attention_backends) or 'backend unknown')}; {escape(held)}</p>",
         f'<p class="bad">Drifted: {escape(status.drift)}</p>' if status.drift else "",
@@ -109,23 +106,23 @@ def _differences(status: Status) -> str:
     if not open_checks:
         return "<h2>What differs from policy</h2>\n<p>Nothing: every check passes.</p>"
     rows = [
-        (_code(check.name), _result(check), escape(check.required), escape(check.found), escape(check.action))
+        (code(check.name), _result(check), escape(check.required), escape(check.found), escape(check.action))
         for check in open_checks
     ]
-    return "<h2>What differs from policy</h2>\n" + _table(("check", "result", "required", "found", "what to do"), rows)
+    return "<h2>What differs from policy</h2>\n" + table(("check", "result", "required", "found", "what to do"), rows)
 
 
 def _memory(status: Status) -> str:
     gauges = status.gauges
-    return _cards(
+    return cards(
         "KV memory",
         (
-            ("held", _bytes(gauges.kv_bytes_used)),
-            ("capacity", _bytes(gauges.kv_bytes_total)),
-            ("tokens held", _number(gauges.kv_tokens_used)),
-            ("tokens it takes", _number(gauges.kv_tokens_total or status.effective.kv_tokens)),
-            ("bytes a token", _number(gauges.bytes_per_token or status.effective.bytes_per_token)),
-            ("blocks pinned", _share(gauges.kv_pinned_ratio)),
+            ("held", size(gauges.kv_bytes_used)),
+            ("capacity", size(gauges.kv_bytes_total)),
+            ("tokens held", number(gauges.kv_tokens_used)),
+            ("tokens it takes", number(gauges.kv_tokens_total or status.effective.kv_tokens)),
+            ("bytes a token", number(gauges.bytes_per_token or status.effective.bytes_per_token)),
+            ("blocks pinned", share(gauges.kv_pinned_ratio)),
         ),
     )
 
@@ -133,14 +130,14 @@ def _memory(status: Status) -> str:
 def _batch(status: Status) -> str:
     gauges = status.gauges
     occupancy = gauges.running / gauges.limit if gauges.running is not None and gauges.limit else None
-    return _cards(
+    return cards(
         "Batch",
         (
-            ("running", _number(gauges.running)),
-            ("waiting", _number(gauges.waiting)),
-            ("limit", _number(gauges.limit)),
-            ("occupancy", _share(occupancy)),
-            ("preemptions", _number(gauges.preemptions_total)),
+            ("running", number(gauges.running)),
+            ("waiting", number(gauges.waiting)),
+            ("limit", number(gauges.limit)),
+            ("occupancy", share(occupancy)),
+            ("preemptions", number(gauges.preemptions_total)),
         ),
     )
 
@@ -151,23 +148,24 @@ def _quality(shadow: dict[str, Any] | None) -> str:
     estimates = shadow.get("estimates") or {}
     rows = []
     for name, found in estimates.items():
-        for measure, label, shown in (("abs_delta", "mean |Δ logprob|", _nats), ("flip_rate", "top-1 flips", _share)):
+        for measure, label, shown in (("abs_delta", "mean |Δ logprob|", nats), ("flip_rate", "top-1 flips", share)):
             one = found.get(measure) or {}
             interval = f"{shown(one.get('low'))} to {shown(one.get('high'))}" if one.get("low") is not None else "no interval"
-            rows.append((escape(str(name)), escape(label), shown(one.get("value")), interval, _number(found.get("requests"))))
+            rows.append((escape(str(name)), escape(label), shown(one.get("value")), interval, number(found.get("requests"))))
     alarm = shadow.get("alarm") or {}
-    said = " — ".join(str(part) for part in (shadow.get("reason"), alarm.get("reason")) if part)
+    reason, evidence = (str(part.get("reason") or "") for part in (shadow, alarm))
+    said = " — ".join(part for part in (reason, evidence if evidence not in reason else "") if part)
     state = str(shadow.get("state"))
     tone = {"probing": "good", "regression": "bad", "blind": "warn", "refused": "warn"}.get(state, "idle")
     head = f'<h2>Quality</h2>\n<p><span class="badge {tone}">{escape(state)}</span> {escape(said)}</p>\n'
     baseline = shadow.get("baseline")
-    caption = f"noise floor {_nats(baseline)}" if baseline is not None else "no noise floor is known yet"
-    return head + _table(("comparison", "measure", "estimate", "95 % interval", "requests"), rows, caption)
+    caption = f"noise floor {nats(baseline)}" if baseline is not None else "no noise floor is known yet"
+    return head + table(("comparison", "measure", "estimate", "95 % interval", "requests"), rows, caption)
 
 
 def _checks(checks: Iterable[Check]) -> str:
-    rows = [(_code(one.name), _result(one), escape(one.required), escape(one.found), escape(one.where)) for one in checks]
-    return "<h2>Checks</h2>\n" + _table(("check", "result", "required", "found", "read where"), rows)
+    rows = [(code(one.name), _result(one), escape(one.required), escape(one.found), escape(one.where)) for one in checks]
+    return "<h2>Checks</h2>\n" + table(("check", "result", "required", "found", "read where"), rows)
 
 
 def _evidence(status: Status, claims: Sequence[dict[str, Any]]) -> str:
@@ -180,81 +178,31 @@ def _evidence(status: Status, claims: Sequence[dict[str, Any]]) -> str:
         shown += len(rows)
         more = f"; {len(of_stage) - len(rows)} more in /evidence" if len(of_stage) > len(rows) else ""
         is_open = " open" if stage == "observed" else ""
-        table = _table(("source", "field", "value", "read where", "note"), rows)
-        parts.append(f"<details{is_open}><summary>{escape(title)} ({len(of_stage)}{more})</summary>\n{table}</details>")
+        shown_claims = table(("source", "field", "value", "read where", "note"), rows)
+        parts.append(f"<details{is_open}><summary>{escape(title)} ({len(of_stage)}{more})</summary>\n{shown_claims}</details>")
     return "\n".join(parts)
 
 
 def _claim(claim: dict[str, Any], supporting: set[tuple[str, str, str]]) -> Row:
     source, field, where = (str(claim.get(key, "")) for key in ("source", "field", "where"))
     value = claim.get("value")
-    said = _code(printable(str(value), MAX_CHARACTERS)) if value is not None else '<span class="soft">no information</span>'
+    said = code(printable(str(value), MAX_CHARACTERS)) if value is not None else '<span class="soft">no information</span>'
     if (source, field, where) in supporting:
         said += ' <span class="good">decides</span>'
-    return escape(source), _code(field), said, escape(where), escape(str(claim.get("note") or ""))
+    return escape(source), code(field), said, escape(where), escape(str(claim.get("note") or ""))
 
 
 def _footer(status: Status) -> str:
     verified = (
         "never" if status.last_verified is None else datetime.fromtimestamp(status.last_verified, UTC).isoformat(" ", "seconds")
     )
-    record = f"Run record {_code(status.record_digest)}" if status.record_digest else "No run record yet"
-    path = f" in {_code(status.record_path)}" if status.record_path else ""
+    record = f"Run record {code(status.record_digest)}" if status.record_digest else "No run record yet"
+    path = f" in {code(status.record_path)}" if status.record_path else ""
     links = "\n".join(f'<a href="{link}">{link}</a>' for link in _LINKS)
     said = f"<p>{record}{path}. Last verified: {escape(verified)}.</p>"
     return f'<footer>\n{said}\n<nav aria-label="documents">{links}</nav>\n</footer>'
 
 
-def _table(heads: Sequence[str], rows: Sequence[Row], caption: str = "") -> str:
-    """A table whose cells name their column, so that a narrow screen can stack them."""
-    if not rows:
-        return "<p>None.</p>"
-    top = f"<caption>{escape(caption)}</caption>" if caption else ""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
-    body = "\n".join(
-        "<tr>"
-        + "".join(f'<td data-label="{escape(name)}"><span>{cell}</span></td>' for name, cell in zip(heads, row, strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table>{top}<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
-
-
-def _cards(title: str, figures: Sequence[tuple[str, str]]) -> str:
-    cards = "".join(f"<div><dt>{escape(name)}</dt><dd>{value}</dd></div>" for name, value in figures)
-    return f'<h2>{escape(title)}</h2>\n<dl class="cards">{cards}</dl>'
-
-
 def _result(check: Check) -> str:
     advisory = "" if check.enforced else ' <span class="soft">(not enforced)</span>'
     return f'<strong class="{_RESULT_TONE[check.result]}">{escape(check.result.value)}</strong>{advisory}'
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>" if text else ""
-
-
-def _code(text: str) -> str:
-    return f"<code>{escape(text)}</code>"
-
-
-def _number(value: float | None) -> str:
-    return _ABSENT if value is None else f"{value:,.0f}"
-
-
-def _share(value: float | None) -> str:
-    return _ABSENT if value is None else f"{value:.1%}".replace("%", " %")
-
-
-def _nats(value: float | None) -> str:
-    return _ABSENT if value is None else f"{value:.4f} nats"
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return _ABSENT
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:,.0f} {unit}"
-        value /= 1024
-    return f"{value:,.2f} GiB"

@@ -13,7 +13,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import kvguard
 from kvguard.proxy.asgi import Headers, Scope
-from kvguard.proxy.backlog import Backlog
 from kvguard.proxy.exchange import Exchange
 from kvguard.proxy.span_attributes import (
     answer_attributes,
@@ -23,6 +22,7 @@ from kvguard.proxy.span_attributes import (
     span_name,
     trace_context,
 )
+from kvguard.telemetry.backlog import Backlog
 
 _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 

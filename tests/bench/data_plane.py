@@ -45,7 +45,7 @@ so that all carry the same streams at much the same rate, and each wakes up for 
 limit, and finds its next chunk there already.
 """
 TITLES = {"json": "1 KB JSON", "stream": "stream of 64 chunks", "burst": "without a pause", "lone": "paced, one client"}
-NAMES = ("kvguard", "kvguard, access log", "kvguard, spans", "bare", "nginx", "vllm-router", "LiteLLM")
+NAMES = ("kvguard", "kvguard, access log", "kvguard, spans", "bare", "raw bytes", "nginx", "vllm-router", "LiteLLM")
 _WARM = {"json": 200, "stream": 32, "burst": 32, "lone": 4}
 _START_S = 120.0
 
@@ -121,6 +121,7 @@ def start_all(engine: peers.Engine, stack: ExitStack, wanted: Sequence[str]) -> 
         "kvguard, access log": lambda one: peers.kvguard(one, "--access-log", name="kvguard, access log"),
         "kvguard, spans": lambda one: peers.kvguard(one, "--spans", f"http://127.0.0.1:{one.port}", name="kvguard, spans"),
         "bare": peers.bare,
+        "raw bytes": peers.raw,
         "nginx": peers.nginx,
         "vllm-router": peers.vllm_router,
         "LiteLLM": peers.litellm,
@@ -312,7 +313,7 @@ async def measure(engine: peers.Engine, running: Sequence[Running], quick: bool)
     """All of it, in order."""
     scale = 10 if quick else 1
     ours = next(one for one in running if one.name == "kvguard")
-    requests = {"json": 2400 // scale, "stream": 128 // scale, "burst": 256 // scale, "lone": 4 if quick else 12}
+    requests = {"json": 2400 // scale, "stream": 128 // scale, "burst": 256 // scale, "lone": 4 if quick else 8}
     costs = await cpu_costs(running, 2 if quick else 6, requests)
     quick_ones = [one for one in running if not one.proxy.slow]
     print("first bytes", flush=True)

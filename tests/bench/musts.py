@@ -96,7 +96,7 @@ def show(musts: Sequence[Must]) -> None:
     """The table."""
     says = {True: "reached", False: "MISSED", None: "unknown"}
     width = max(len(must.what) for must in musts)
-    print(f"\n{'required of the data plane':{width}}  {'':34}{'found':>14}")
+    print(f"\n{'the data plane':{width}}  {'required':34}{'found':>14}")
     for must in musts:
         print(f"{must.what:{width}}  {must.required:34}{must.found:>14}  {says[must.reached]}")
 
@@ -104,7 +104,7 @@ def show(musts: Sequence[Must]) -> None:
 def main() -> None:
     """The command."""
     found = [Path(tempfile.gettempdir()) / name for name in _FILES]
-    show([Must(**must) for path in found if path.exists() for must in json.loads(path.read_text())["musts"]])
+    show([Must(**must) for path in found if path.exists() for must in json.loads(path.read_text()).get("musts", ())])
 
 
 if __name__ == "__main__":

@@ -90,6 +90,12 @@ def bare(engine: Engine) -> Proxy:
     return Proxy("bare", [sys.executable, str(HERE / "bare_relay.py"), str(engine.uds), str(port)], port)
 
 
+def raw(engine: Engine) -> Proxy:
+    """Bytes both ways on uvloop, which no proxy in Python gets below."""
+    port = free_port()
+    return Proxy("raw bytes", [sys.executable, str(HERE / "raw_relay.py"), str(engine.uds), str(port)], port)
+
+
 def nginx(engine: Engine) -> Proxy:
     """Debian's nginx, one process, buffering off. Raises OSError or a subprocess's error when it cannot be had."""
     toolbox.directory().mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,14 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from guarded import Guarded, Reader
+from guarded import Guarded
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL = {
@@ -35,13 +37,47 @@ SCHEMA = {
 LONG = 7000
 """Tokens that nobody waits for: minutes of work."""
 
+PROMPT = 7500
+"""Tokens of a prompt that takes many steps."""
+
+
+class Steps:
+    """What the engine's scheduler wrote of its steps (see `step_log`). Requests are named by their x-request-id."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def events(self) -> list[dict[str, Any]]:
+        whole, _, _ = self.path.read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def until(self, name: str, what: str) -> None:
+        """Wait for the first event of that kind that names this request."""
+        end = time.monotonic() + 600
+        while not any(names(event, what, name) for event in self.events()):
+            assert time.monotonic() < end, f"{name} is not {what}"
+            time.sleep(0.002)
+
+
+def names(event: dict[str, Any], what: str, name: str) -> bool:
+    """Whether this event is of that kind and names that request; the engine writes more around the name."""
+    found = event.get(what, ())
+    return any(name in one for one in ([found] if isinstance(found, str) else found))
+
 
 @pytest.fixture(scope="module")
-def served(guarded: Callable[..., Guarded]) -> Guarded:
-    """Prompts are computed 64 tokens at a time, so that there is something to leave in the middle of."""
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    flags += ("--max-num-batched-tokens", "64", "--max-model-len", "8192", "--no-enable-prefix-caching")
-    return guarded("plain", *flags, options=("--access-log",)).wait_ready()
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """What the engine of this module computes."""
+    return Steps(tmp_path_factory.mktemp("steps") / "log")
+
+
+@pytest.fixture(scope="module")
+def served(guarded: Callable[..., Guarded], steps: Steps) -> Guarded:
+    """Prompts are computed some tokens at a time, so that there is something to leave in the middle of."""
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--scheduler-cls", "step_log.WritingScheduler")
+    flags += ("--max-num-batched-tokens", "128", "--max-model-len", "8192", "--no-enable-prefix-caching")
+    env = {"PYTHONPATH": str(Path(__file__).parent), "STEP_LOG": str(steps.path)}
+    return guarded("plain", *flags, options=("--access-log",), env=env).wait_ready()
 
 
 @pytest.fixture(scope="module")
@@ -179,45 +215,62 @@ def test_a_timeout_ends_the_engines_work(served, client):
         )
 
 
-def behind_a_long_prompt(served: Guarded, steps: Reader, *, leave: bool) -> tuple[int, bool]:
-    """Engine steps from the hang-up of a long prompt to the first token of the request behind it; whether it was computed.
+def behind_a_long_prompt(served: Guarded, steps: Steps, number: int, *, leave: bool) -> tuple[list[dict[str, Any]], float]:
+    """A long prompt takes all of each step while another request waits in the engine; its client leaves, or does not.
 
-    `steps` is a stream that gets a token in every step. With `leave` False nobody hangs up.
+    Returns the events from the long prompt's first step to the other request's, and when the client left.
     """
-    body = {"model": served.model, "prompt": [5] * 7500, "max_tokens": 1}
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    prompts = total(served, "vllm:prompt_tokens_total")
-    with socket.create_connection(("127.0.0.1", served.port), timeout=600) as long:
-        long.sendall(head.encode() + data)
-        assert until_running(served, 2)
-        if leave:
-            long.close()
-        before = steps.tokens()
-        answer = httpx.post(f"{served.base_url}/v1/completions", json={**body, "prompt": [7] * 8}, trust_env=False, timeout=600)
-        took = steps.tokens() - before
-    assert answer.status_code == 200
-    computed = total(served, "vllm:prompt_tokens_total") - prompts
-    assert until_running(served, 1)
-    return took, computed > 8  # a prompt is counted when its last part is computed
+    long, short = f"long-{number}-x", f"short-{number}-x"
+    with ask(served, long, [5] * PROMPT) as first:
+        steps.until(long, "step")
+        with ask(served, short, [7] * 8) as second:
+            steps.until(short, "added")
+            left_at = time.monotonic()
+            if leave:
+                first.close()
+            assert second.recv(12) == b"HTTP/1.1 200"
+    events = steps.events()
+    begin, end = (next(at for at, event in enumerate(events) if names(event, "step", one)) for one in (long, short))
+    return events[begin : end + 1], left_at
 
 
-def test_a_prompt_that_is_left_while_it_is_computed_holds_up_nobody(served):
-    """The step in progress, one scheduled ahead, and the next request's own; not the rest of the prompt.
+def ask(served: Guarded, name: str, prompt: list[int]) -> socket.socket:
+    """One token after this prompt is asked for, on a connection of its own."""
+    data = json.dumps({"model": served.model, "prompt": prompt, "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=600)
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
 
-    Four steps on a quiet machine; a quarter of the prompt's, in one of five attempts, on one that stands still between what
-    is done here and what is counted.
-    """
-    steps = Reader(served, max_tokens=LONG, stream_options={"include_usage": True, "continuous_usage_stats": True})
-    try:
-        assert steps.began.wait(300)
-        whole, stayed = behind_a_long_prompt(served, steps, leave=False)
-        left = [behind_a_long_prompt(served, steps, leave=True) for _ in range(5)]
-        assert any(took <= max(4, whole // 4) and not computed for took, computed in left), (whole, left)
-        assert stayed, "the prompt that nobody left is counted, so the count would show one that went on"
-    finally:
-        steps.leave()
+
+def computed(events: list[dict[str, Any]], name: str) -> int:
+    """Tokens of this request that these steps compute."""
+    return sum(count for event in events for one, count in event.get("step", {}).items() if name in one)
+
+
+def test_a_prompt_that_is_left_while_it_is_computed_holds_up_nobody(served, steps):
+    """The request that waits gets the very next step: behind the one that was in progress when the client hung up, in one of
+    ten attempts, since a shared machine pauses now and then; and in all of them behind the abort."""
+    begun: list[int] = []
+    for number in range(10):
+        events, left_at = behind_a_long_prompt(served, steps, number, leave=True)
+        begun.append(sum(names(event, "step", "long-") and event["at"] > left_at for event in events))
+        if computed(events, "long-") == PROMPT:
+            continue  # this test was too late to leave
+        aborted = next((at for at, event in enumerate(events) if names(event, "left", "long-")), None)
+        assert aborted is not None, "nobody told the engine"
+        assert [event for event in events[aborted:] if "step" in event] == events[-1:]
+        if begun[-1] == 0:
+            break
+    else:
+        raise AssertionError(f"steps of the long prompt that began after its client hung up: {begun}")
     assert until_running(served, 0)
+
+
+def test_a_prompt_that_nobody_leaves_is_computed_first(served, steps):
+    """So a prompt that went on for nobody would be seen."""
+    events, _ = behind_a_long_prompt(served, steps, 99, leave=False)
+    assert computed(events, "long-") == PROMPT
 
 
 def test_a_closed_connection_is_retried_by_the_client(served):

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
-from kvguard.proxy.management import management_app, serve_management
+from kvguard.proxy.management import management_app
+from kvguard.proxy.management_server import serve_management
 from kvguard.proxy.server import bind
 from kvguard.telemetry.metrics import GuardCollector
 from kvguard.vocabulary import Check, CheckResult, Claim, Effective, Source, Stage

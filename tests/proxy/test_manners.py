@@ -18,12 +18,12 @@ from proxy_fakes import WAIT_S, Call, FakeEngine, Proxy, eventually, syn_sent
 
 from kvguard.guard.gate import Status
 from kvguard.guard.state import State
-from kvguard.proxy import access_log, backlog
 from kvguard.proxy.exchange import Exchange
-from kvguard.proxy.management import management_app, serve_management
+from kvguard.proxy.management import management_app
+from kvguard.proxy.management_server import serve_management
 from kvguard.proxy.server import bind
 from kvguard.proxy.upstream import Limits, Upstream
-from kvguard.telemetry.logging import configure
+from kvguard.telemetry.logging import configure, flush
 from kvguard.telemetry.metrics import ProxyMetrics
 
 
@@ -199,6 +199,7 @@ def logged(short_dir, monkeypatch, *, json_lines: bool) -> str:
             secrets = ("authorization: Bearer canary-key", "x-request-id: r1", trace)
             client.ask("POST", "/v1/chat/completions?key=canary-query", secrets, b'{"prompt": "canary-prompt"}')
             client.ask("POST", "/streams", body=b"{}")
+    flush(WAIT_S)
     return said.getvalue()
 
 
@@ -245,28 +246,3 @@ def test_a_standard_error_that_nobody_reads_holds_up_no_request(short_dir, monke
         with suppress(Exception):
             monkeypatch.undo()
             configure()
-
-
-def test_lines_that_could_not_be_written_are_counted(monkeypatch):
-    written = []
-    first, let_go = threading.Event(), threading.Event()
-
-    class Slow:
-        def info(self, event: str, **entry: object) -> None:
-            first.set()
-            let_go.wait(WAIT_S)
-            written.append(entry)
-
-    monkeypatch.setattr(access_log, "log", Slow())
-    monkeypatch.setattr(backlog, "_MOST_WAITING", 3)
-    lines = access_log.Lines()
-    lines.start()
-    lines.info("request", number=0)
-    assert first.wait(WAIT_S)
-    for number in range(1, 7):
-        lines.info("request", number=number)
-    let_go.set()
-    assert eventually(lambda: len(written) == 4)
-    lines.info("request", number=7)
-    lines.close(WAIT_S)
-    assert written == [{"number": 0}, {"number": 1}, {"number": 2}, {"number": 3}, {"number": 7, "dropped_before": 3}]

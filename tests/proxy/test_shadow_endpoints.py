@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvguard.guard.gate import Status
-from kvguard.proxy.management import Probe, Watch, management_app
+from kvguard.proxy.management import management_app
+from kvguard.proxy.shadow_routes import Probe, Watch
 
 
 class Port:

@@ -33,6 +33,7 @@ def test_no_local_variable_is_logged(
         raise ZeroDivisionError(len(prompt))
     except ZeroDivisionError:
         structlog.get_logger("kvguard").exception("failed")
+    setup.flush(60)
     said = capsys.readouterr().err
     assert "ZeroDivisionError" in said
     assert "quixotic-bandicoot" not in said

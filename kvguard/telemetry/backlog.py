@@ -1,4 +1,4 @@
-"""A thread of its own for what is left to do of requests that ended, so that no request waits for it."""
+"""A thread of its own for what can wait, so that no request and no loop waits for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_WAITING = 10_000
 
 
 class Backlog(Generic[T]):
-    """`put` from the data plane's loop; `work` is called on the thread, from `start` to `close`, and must not raise."""
+    """`put` from any thread; `work` is called on the backlog's own, from `start` to `close`, and must not raise."""
 
     def __init__(self, name: str, work: Callable[[T], None]) -> None:
         self._work = work
@@ -26,9 +26,9 @@ class Backlog(Generic[T]):
         """Begin."""
         self._thread.start()
 
-    def put(self, item: T) -> bool:
-        """Hand over one item, at once; False when the thread is too far behind to take it."""
-        if len(self._waiting) >= _MOST_WAITING:
+    def put(self, item: T, *, always: bool = False) -> bool:
+        """Hand over one item, at once; False when the thread is too far behind to take it, unless it takes it `always`."""
+        if len(self._waiting) >= _MOST_WAITING and not always:
             return False
         self._waiting.append(item)
         if not self._something.is_set():
@@ -39,7 +39,8 @@ class Backlog(Generic[T]):
         """Do what is left, for so long at most."""
         self._closed = True
         self._something.set()
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:
