@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
+import sys
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +21,7 @@ from rich.table import Table
 from kvguard.cli.engine_log import engine_log as open_engine_log
 from kvguard.compare.arms import chosen_arms
 from kvguard.compare.gate import Gate, below, load_gate
+from kvguard.compare.harness import COMMAND, chosen_harness, harness_command
 from kvguard.compare.judge import judge
 from kvguard.compare.models import ArmFile
 from kvguard.compare.outcome import Outcome
@@ -26,14 +31,36 @@ from kvguard.compare.reports import write_reports
 from kvguard.compare.run import Comparison, Wish, read_arms
 from kvguard.compare.table import HEADINGS, TASK_HEADINGS, aside, decision_rows, task_rows
 from kvguard.engine.process import become_subreaper
+from kvguard.files import printable
 from kvguard.guard.prepare import raise_file_limit
 from kvguard.guard.settings import Settings
 from kvguard.telemetry.logging import configure
 from kvguard.vocabulary import PolicyRefusal, UsageError
 
 _STOPPED = 130
+_HARNESS = "lm-eval"
+_RUNNING = (
+    "arms",
+    "tasks",
+    "own",
+    "quick",
+    "items",
+    "samples",
+    "max_tokens",
+    "seed",
+    "concurrency",
+    "production",
+    "engine",
+    "engine_log",
+    "lm_eval",
+    "lm_eval_args",
+    "lm_eval_command",
+)
 _WIDE = 120
 """Columns of a terminal that the tables need; on a narrower one the arms stand side by side."""
+_TABLE = 64
+"""Columns below which no table is drawn, since its words would be cut."""
+
 _FEW = (0, 1, 2, 3, 4, 8, 10)
 """Columns of the tasks' table that a narrow terminal gets."""
 
@@ -47,7 +74,7 @@ def compare(
     arms: Annotated[str, typer.Option(help="The caches: 16bit and quantized dtypes, each DTYPE[@BACKEND][=CALIBRATION].")] = (
         "16bit,fp8_e4m3"
     ),
-    tasks: Annotated[str, typer.Option(help=f"Some of {', '.join(TASKS)}, own; default: all.")] = "",
+    tasks: Annotated[str, typer.Option(help=f"Some of {', '.join(TASKS)}, own, lm-eval; default: all.")] = "",
     own: Annotated[Path | None, typer.Option("--own-tasks", help="Your own items: JSON lines with prompt and answer.")] = None,
     quick: Annotated[bool, typer.Option(help="Few items: says keep 16-bit or cannot tell, never free win.")] = False,
     items: Annotated[int | None, typer.Option(help="Items of each generated task.", min=1, max=100_000)] = None,
@@ -58,6 +85,13 @@ def compare(
     seed: Annotated[int, typer.Option(help="Of the items and of the engines.", min=0)] = 0,
     concurrency: Annotated[int, typer.Option(help="Requests in flight while items are asked.", min=1, max=256)] = 4,
     production: Annotated[bool, typer.Option(help="Graphs and compilation on, as served; default: eager.")] = False,
+    lm_eval: Annotated[
+        str, typer.Option("--lm-eval", help="Tasks of the lm-eval package, asked besides, separated by commas.")
+    ] = "",
+    lm_eval_args: Annotated[
+        str, typer.Option(help="More words of lm-eval's command, as one: '--num_fewshot 5 --limit 100'.")
+    ] = "",
+    lm_eval_command: Annotated[str, typer.Option(help="lm-eval's command: a name or a path.")] = COMMAND,
     gate: Annotated[
         Path | None, typer.Option(help="A gate's YAML file: exit 3 when the verdict is not the required one.")
     ] = None,
@@ -77,11 +111,14 @@ def compare(
 
     Example: kvguard compare MODEL --arms 16bit,fp8_e4m3 --quick --out results -- --max-model-len 8192
     """
+    # A comparison that was stopped has no verdict: never exit code 0, which a pipeline would take for one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rules = load_gate(gate) if gate is not None else Gate()
     extra = list(context.args)
     finished: tuple[ArmFile, ...] | None
     notes: list[str]
     if from_files:
+        _only_reporting(context)
         finished, notes = read_arms([*from_files, *map(Path, filter(None, [model])), *map(Path, extra)]), []
         place = out
     else:
@@ -89,10 +126,13 @@ def compare(
             raise UsageError("MODEL: required is a model to compare on, or --from with finished arms")
         if extra and not extra[0].startswith("-"):
             raise UsageError(f"{extra[0]!r}: only vLLM's flags go after `--`; name another vLLM with --engine")
+        chosen = chosen_arms(arms)
+        rules.check_arms(chosen[1:])
+        harness = chosen_harness(lm_eval, _words(lm_eval_args))
         wish = Wish(
             base=(engine, "serve", model, *extra),
-            arms=chosen_arms(arms),
-            tasks=_tasks(tasks, own),
+            arms=chosen,
+            tasks=_tasks(tasks, own, harness is not None),
             own=own_items(own) if own is not None else (),
             seed=seed,
             quick=quick,
@@ -101,10 +141,13 @@ def compare(
             items=items,
             max_tokens=max_tokens,
             concurrency=concurrency,
+            harness=harness,
+            harness_command=harness_command(lm_eval_command, os.environ) if harness is not None else "",
         )
         place = out if out is not None else Path(f"kvguard-compare-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
         finished, notes = run_with_progress(wish, place, engine_log)
     if finished is None:
+        print(f"kvguard: stopped; the same command with --out {printable(str(place))} goes on from here", file=sys.stderr)
         raise typer.Exit(_STOPPED)
     outcome = judge(finished, rules.rules, notes)
     paths = write_reports(outcome, place) if place is not None else ()
@@ -118,10 +161,28 @@ def compare(
         raise PolicyRefusal(f"gate {gate}: {'; '.join(missed)}")
 
 
-def _tasks(named: str, own: Path | None) -> tuple[str, ...]:
-    """The generated tasks. `own` among the names stands for the items of --own-tasks, which are asked in any case."""
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"--lm-eval-args {printable(line)!r}: {error}") from None
+
+
+def _only_reporting(context: typer.Context) -> None:
+    """Raises UsageError for an option that decides how arms are run, where none is run."""
+    for name in _RUNNING:
+        source = context.get_parameter_source(name)  # an enumeration of typer's own copy of click
+        if source is not None and source.name == "COMMANDLINE":
+            flag = {"own": "own-tasks"}.get(name, name.replace("_", "-"))
+            raise UsageError(f"--{flag}: has no part in a report of finished arms (--from); leave it out")
+
+
+def _tasks(named: str, own: Path | None, harness: bool) -> tuple[str, ...]:
+    """The generated tasks. `own` and `lm-eval` among the names stand for what is asked in any case."""
     names = [name.strip() for name in named.split(",") if name.strip()]
-    generated = [name for name in names if name != OWN]
+    generated = [name for name in names if name not in (OWN, _HARNESS)]
+    if _HARNESS in names and not harness:
+        raise UsageError("--tasks lm-eval: name its tasks with --lm-eval")
     if OWN in names and own is None:
         raise UsageError("--tasks own: name their file with --own-tasks")
     return () if names and not generated else chosen_tasks(",".join(generated))
@@ -147,7 +208,11 @@ def run_with_progress(wish: Wish, out: Path, engine_log: Path | None) -> tuple[t
         of_arms, within = bar.add_task("arms", total=None), bar.add_task("preparing", total=None)
 
         def told(what: str, done: int, total: int) -> None:
-            bar.update(within, description=what, completed=done, total=total or None)
+            nonlocal within
+            if bar.tasks[-1].description != what:  # a step of its own, with an estimate of its own
+                bar.remove_task(within)
+                within = bar.add_task(what, total=total or None)
+            bar.update(within, completed=done)
 
         def arm_told(name: str, done: int, total: int) -> None:
             bar.update(of_arms, description=f"arm {name}" if name else "arms", completed=done, total=total)
@@ -163,7 +228,11 @@ def run_with_progress(wish: Wish, out: Path, engine_log: Path | None) -> tuple[t
             told=told,
             arm_told=arm_told,
         )
-        return comparison.run(), comparison.notes
+        with closing(comparison):
+            try:
+                return comparison.run(), comparison.notes
+            except KeyboardInterrupt:
+                return None, []
 
 
 def show(outcome: Outcome, console: Console) -> None:
@@ -174,6 +243,9 @@ def show(outcome: Outcome, console: Console) -> None:
     if console.width >= _WIDE:
         _print(HEADINGS, decisions, console)
         _print(TASK_HEADINGS, tasks, console)
+    elif console.width < _TABLE:
+        _list(HEADINGS, decisions, console)
+        _list([TASK_HEADINGS[place] for place in _FEW], [[row[place] for place in _FEW] for row in tasks], console)
     else:
         columns = list(zip(HEADINGS, *decisions, strict=True))
         _print(columns[0], columns[1:], console)
@@ -197,6 +269,14 @@ def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Cons
     for row in rows:
         table.add_row(*map(_plain, row))
     console.print(table)
+
+
+def _list(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Each row as lines, where no table fits."""
+    for row in rows:
+        console.print(f"{headings[0]} {row[0]}", style="bold", markup=False, highlight=False)
+        for heading, cell in zip(headings[1:], row[1:], strict=True):
+            console.print(f"  {heading}: {cell}", markup=False, highlight=False)
 
 
 def _plain(text: str) -> str:

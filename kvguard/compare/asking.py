@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvguard.compare.models import Answered, Forced, Generated, Item, Plan, Scored, Streamed, Throughput
+from kvguard.compare.planning import text_id
 from kvguard.compare.reading import broken, right
 from kvguard.compare.results import Rows
 from kvguard.compare.streams import arrived_as_one
@@ -58,7 +59,7 @@ class Asker:
     async def generate(self) -> None:
         """The arm's own greedy continuation of each divergence text, with logprobs."""
         done = {row.text for row in self.rows.rows if isinstance(row, Generated)}
-        todo = [(number, text) for number, text in enumerate(self.plan.texts) if _text_id(number) not in done]
+        todo = [(number, text) for number, text in enumerate(self.plan.texts) if text_id(number) not in done]
         work = [partial(self._generate, number, text) for number, text in todo]
         await self._all("divergence: decode", work, len(self.plan.texts))
 
@@ -148,9 +149,9 @@ class Asker:
             raise EngineFailed(f"divergence text {number}: {answer.problem}")
         found = read_decode(kind, answer.body)
         if isinstance(found, Problem):
-            return Generated(text=_text_id(number), prompt_ids=(), ids=(), logprobs=(), top=(), problem=str(found))
+            return Generated(text=text_id(number), prompt_ids=(), ids=(), logprobs=(), top=(), problem=str(found))
         return Generated(
-            text=_text_id(number), prompt_ids=found.prompt_ids, ids=found.ids, logprobs=found.logprobs, top=found.top
+            text=text_id(number), prompt_ids=found.prompt_ids, ids=found.ids, logprobs=found.logprobs, top=found.top
         )
 
     async def _force(self, given: Generated) -> Forced:
@@ -271,7 +272,3 @@ async def tokens_per_hundred(client: EngineClient, model: str, text: str) -> int
 
 def _decode(given: Generated) -> Decode:
     return Decode(given.prompt_ids, given.ids, given.logprobs, given.top)
-
-
-def _text_id(number: int) -> str:
-    return f"text-{number:03d}"

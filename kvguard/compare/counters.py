@@ -27,6 +27,10 @@ class Counters(Frozen):
     prefix_hits: float | None = None
     block_size: int | None = None
 
+    def without_counts(self) -> Counters:
+        """Of an engine that was asked only a part, the rest by an earlier start: what it counted is of no use."""
+        return Counters(prefix_caching=self.prefix_caching, block_size=self.block_size)
+
     @property
     def acceptance(self) -> float | None:
         """The share of drafted tokens that the model accepted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvguard.canonical import canonical_json
 from kvguard.compare.models import AGAIN, CONTROLS, REFERENCE, ArmFile
 from kvguard.record.diff import diff_records
 from kvguard.record.equality import beyond_the_cache, describe_differences
@@ -71,10 +72,15 @@ def check_arms(arms: Sequence[ArmFile]) -> None:
         for what, ours, theirs in (
             ("questions", arm.plan.digest, reference.plan.digest),
             ("chat template", arm.template_digest, reference.template_digest),
+            ("lm-eval questions", _harness(arm), _harness(reference)),
             ("endpoint", arm.chat_template, reference.chat_template),
         ):
             if ours != theirs:
                 raise PolicyRefusal(f"arms {reference.arm} and {arm.arm} differ in their {what} ({theirs}, there {ours})")
+        theirs_forced = {row.text: len(row.logprobs) for row in reference.forced if not row.problem}
+        for row in arm.forced:
+            if not row.problem and theirs_forced.get(row.text, len(row.logprobs)) != len(row.logprobs):
+                raise PolicyRefusal(f"arms {reference.arm} and {arm.arm} were scored over other tokens of {row.text}")
         check_record(arm.arm, arm.record, reference.arm, reference.record)
         check_limits(arm.arm, arm.limits, reference.arm, reference.limits)
         check_backends(arm.arm, arm.effective, reference.arm, reference.effective)
@@ -87,12 +93,16 @@ def check_arms(arms: Sequence[ArmFile]) -> None:
             check_outputs(arm, reference)
 
 
+def _harness(arm: ArmFile) -> tuple[str, str] | None:
+    return (arm.harnessed.version, arm.harnessed.digest) if arm.harnessed else None
+
+
 def identical_share(arm: ArmFile, reference: ArmFile) -> tuple[int, int]:
     """(outputs that are equal letter for letter, outputs), over answers, continuations and teacher-forced logprobs."""
-    theirs = {(row.task, row.item, row.sample): row.text for row in reference.answers if not row.problem}
+    theirs = {(row.task, row.item, row.sample): row.text for row in reference.scored_answers if not row.problem}
     pairs: list[tuple[Any, Any]] = [
         (row.text, theirs[key])
-        for row in arm.answers
+        for row in arm.scored_answers
         if not row.problem and (key := (row.task, row.item, row.sample)) in theirs
     ]
     decodes = {row.text: (row.ids, row.logprobs) for row in reference.generated if not row.problem}
@@ -121,5 +131,12 @@ def cache_differences(arm: ArmFile, reference: ArmFile) -> list[dict[str, str]]:
 
 
 def _short(value: Any) -> str:
-    text = "—" if value is None else str(value)
+    if isinstance(value, list):
+        text = "; ".join(map(_plain, value))
+    else:
+        text = "—" if value is None else _plain(value)
     return text if len(text) <= 160 else text[:159] + "…"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else canonical_json(value).decode()

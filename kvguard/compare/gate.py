@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +42,12 @@ class Gate(Frozen):
             margin=self.margin_points / 100, capacity_ratio=self.capacity_ratio, truncation=self.truncation_percent / 100
         )
 
+    def check_arms(self, compared: Sequence[str]) -> None:
+        """Raises UsageError for an arm that must pass and is not among those that are compared."""
+        for name in self.arms:
+            if name not in compared:
+                raise UsageError(f"gate: arm {printable(name)!r} is not compared; found {', '.join(compared)}")
+
 
 def load_gate(path: Path) -> Gate:
     """The gate in a file. Raises UsageError naming file and key."""
@@ -62,9 +69,7 @@ def load_gate(path: Path) -> Gate:
 def below(gate: Gate, outcome: Outcome) -> tuple[str, ...]:
     """What does not pass, one line for each arm. Raises UsageError for an arm that was not compared."""
     verdicts = {arm.arm: arm.verdict for arm in outcome.arms if arm.verdict is not None}
-    for name in gate.arms:
-        if name not in verdicts:
-            raise UsageError(f"gate: arm {printable(name)!r} was not compared; found {', '.join(verdicts)}")
+    gate.check_arms(tuple(verdicts))
     return tuple(
         f"arm {name}: required is {gate.require!r}, found {verdict!r}"
         for name, verdict in verdicts.items()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvguard import __version__
 from kvguard.compare.beside import cut, findings_of, speed_of
 from kvguard.compare.equal import cache_differences, check_arms, identical_share
-from kvguard.compare.models import AGAIN, CONTROLS, WEAK, Answered, ArmFile, Forced, Generated, Scored
+from kvguard.compare.models import AGAIN, CONTROLS, HARNESS, WEAK, Answered, ArmFile, Forced, Generated, Scored
 from kvguard.compare.outcome import (
     CANNOT_TELL,
     FREE_WIN,
@@ -29,6 +29,7 @@ from kvguard.compare.statistics import (
     compare,
     holm,
     items_needed,
+    items_to_see,
     mean,
     p_value,
     percentile,
@@ -36,6 +37,7 @@ from kvguard.compare.statistics import (
     weak_is_seen,
     wilson,
 )
+from kvguard.files import printable
 from kvguard.shadow.statistics import Estimate, Measure, SumStats, estimate
 
 LONG = 8192
@@ -85,7 +87,7 @@ class _Scores:
 
 
 def _scores(arm: ArmFile, task: str) -> _Scores:
-    return _Scores({(row.item, row.sample): row for row in arm.answers if row.task == task})
+    return _Scores({(row.item, row.sample): row for row in arm.scored_answers if row.task == task})
 
 
 class _Task:
@@ -102,16 +104,22 @@ class _Task:
         gains = [-value for value in _losses(theirs.by_item, _scores(repeated, task).by_item)] if repeated else []
         self.again_gain = p_value(gains) if gains else 1.0
         weak = arms.get(WEAK)
-        self.weak = weak_is_seen(_losses(theirs.by_item, _scores(weak, task).by_item) if weak else [], rules.margin)
-        self.failed = sum(bool(row.problem) for row in (*ours.rows.values(), *theirs.rows.values()))
-        self.truncated_reference = _share([cut(row, None, limits[row.item]) for row in theirs.rows.values()])
-        self.truncated_arm = _share([cut(row, theirs.rows.get(key), limits[row.item]) for key, row in ours.rows.items()])
+        self.weak_losses = _losses(theirs.by_item, _scores(weak, task).by_item) if weak else []
+        self.weak = weak_is_seen(self.weak_losses, rules.margin)
+        problems = [row.problem for row in (*ours.rows.values(), *theirs.rows.values()) if row.problem]
+        # The engine's own words could repeat a prompt, which no report holds.
+        self.failed, self.problem = len(problems), printable(problems[0].partition(":")[0], 80) if problems else ""
+        if task.startswith(HARNESS):
+            self.truncated_reference, self.truncated_arm = _cut_share(reference), _cut_share(arm)
+        else:
+            self.truncated_reference = _share([cut(row, None, limits[row.item]) for row in theirs.rows.values()])
+            self.truncated_arm = _share([cut(row, theirs.rows.get(key), limits[row.item]) for key, row in ours.rows.items()])
         self.void = self._void()
 
     def _void(self) -> str:
         bound, most = self.rules.truncation, max(self.truncated_reference, self.truncated_arm)
         if self.paired is None:
-            return "no item was answered by both arms"
+            return f"no item was answered by both arms{f' ({self.problem})' if self.problem else ''}"
         if most > bound:
             theirs, ours = _POINTS * self.truncated_reference, _POINTS * self.truncated_arm
             return (
@@ -119,7 +127,7 @@ class _Task:
                 f"{_POINTS * bound:g} %: truncation, not loss; raise --max-tokens"
             )
         if self.failed:
-            return f"{self.failed} requests failed"
+            return f"{self.failed} requests failed ({self.problem}); the engine's words are in arms/"
         if self.again is None:
             return "the 16-bit arm was not run again"
         if min(self.again.p_loss, self.again_gain) < _CHANCE:
@@ -144,9 +152,17 @@ class _Task:
             needed=needed,
         )
 
+    def _needed(self) -> int | None:
+        """How many items would tell: they bound the loss, and show the weak arm's where one was run."""
+        needed = items_needed(self.losses, self.rules.margin) if self.losses else None
+        if needed is None or not self.weak_losses:
+            return needed
+        seen = items_to_see(self.weak_losses, self.rules.margin)
+        return None if seen is None else max(needed, seen)
+
     def _verdict(self, shown: bool) -> tuple[Verdict, str, int | None]:
         paired, margin = self.paired, self.rules.margin
-        needed = items_needed(self.losses, margin) if self.losses else None
+        needed = self._needed()
         if self.void or paired is None:
             return CANNOT_TELL, self.void, None
         inside = paired.high < margin
@@ -154,6 +170,8 @@ class _Task:
             return KEEP, f"a loss of {_points(paired.loss)} is shown (at least {_points(paired.low)})", None
         if not inside:
             more = f"; about {needed:,} items would tell" if needed and needed > paired.items else ""
+            if self.weak_losses and items_to_see(self.weak_losses, margin) is None:
+                more = "; more items of this task would not tell, since ruined scales lose nothing on it"
             return (
                 CANNOT_TELL,
                 f"the loss may be as large as {_points(paired.high)}, the margin is {_points(margin)}{more}",
@@ -209,10 +227,10 @@ def _arm(
 def _overall(
     tasks: Sequence[TaskResult], capacity: Capacity, collapsed: Sequence[str], rules: Rules
 ) -> tuple[Verdict, tuple[str, ...]]:
-    if collapsed:
-        return KEEP, tuple(f"{task}: answers collapse, where the 16-bit arm's never do" for task in collapsed)
-    if lost := [task for task in tasks if task.verdict == KEEP]:
-        return KEEP, tuple(f"{task.task}: {task.why}" for task in lost)
+    lost = [f"{task}: answers collapse, where the 16-bit arm's never do" for task in collapsed]
+    lost += [f"{task.task}: {task.why}" for task in tasks if task.verdict == KEEP]
+    if lost:
+        return KEEP, tuple(lost)
     unsure = [f"{task.task}: {task.why}" for task in tasks if task.verdict == CANNOT_TELL]
     if not tasks:
         unsure.append("no task with scores was run")
@@ -307,7 +325,12 @@ def _score(arm: ArmFile, task: str) -> tuple[float, float | None, int]:
 
 
 def _tasks(reference: ArmFile) -> list[str]:
-    return list(dict.fromkeys(item.task for item in reference.plan.items))
+    return list(reference.tasks)
+
+
+def _cut_share(arm: ArmFile) -> float:
+    """Over all of lm-eval's tasks, since its requests do not say of which they are."""
+    return arm.harnessed.cut / arm.harnessed.generated if arm.harnessed and arm.harnessed.generated else 0.0
 
 
 def _losses(theirs: Mapping[str, float], ours: Mapping[str, float]) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from kvguard.compare.models import Item
+from kvguard.compare.planning import TASKS
 from kvguard.files import printable, read_regular_file
 from kvguard.reference.prompts import Turn
 from kvguard.vocabulary import Frozen, UsageError
@@ -65,6 +66,8 @@ def _item(line: str, number: int, where: str) -> Item:
         raise UsageError(f"{where}: {printable(place)}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: not JSON: {error}") from None
+    if given.task in TASKS:
+        raise UsageError(f"{where}: task: {given.task!r} is a generated task's name; give another")
     if (given.prompt is None) == (given.messages is None):
         raise UsageError(f"{where}: required is one of `prompt` and `messages`")
     if not given.answer.strip():

@@ -16,16 +16,22 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #eee; --soft: #aaa; --line: #444; --back: #181818 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 2rem auto; max-width: 1100px;
   padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem } h3 { font-size: 1rem; margin-bottom: .3rem }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .87rem }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere }
+h2 { font-size: 1.1rem; margin-top: 2rem } h3 { font-size: 1rem; margin-bottom: .3rem }
+.wide { overflow-x: auto } .wide > * { min-width: 56rem } .wide > svg { min-width: 0; max-width: none; display: block }
+table { border-collapse: collapse; font-size: .87rem; width: 100% }
 caption { text-align: left; color: var(--soft) }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
+th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
+  overflow-wrap: break-word }
+table.differences { table-layout: fixed; min-width: 40rem } .differences td { overflow-wrap: anywhere }
+.tasks td:last-child { min-width: 18rem }
 th { color: var(--soft); font-weight: 600 } code, pre { font: .82rem/1.5 ui-monospace, monospace; overflow-wrap: anywhere }
 pre { white-space: pre-wrap; border: 1px solid var(--line); padding: .6rem } svg { max-width: 100%; height: auto }
 .verdict { display: inline-block; padding: .1rem .6rem; border-radius: .3rem; color: #fff; font-weight: 600 }
 .free { background: #3c7a3c } .keep { background: #b23a2a } .cannot { background: #666 }
 .maps { display: flex; flex-wrap: wrap; gap: 2rem }
 """
+_TASKS = "Losses in points of 100, paired by item; truncated: 16-bit arm / this arm."
 _CLASSES = {"free win": "free", "keep 16-bit": "keep", "cannot tell": "cannot"}
 
 
@@ -41,13 +47,13 @@ def page(outcome: Outcome) -> str:
         *map(_verdict, judged),
         _table(HEADINGS, decision_rows(outcome), "One row for each arm; divergence is mean |Δ logprob| by token, with 95 %."),
         "<h2>Loss by task</h2>",
-        losses(outcome),
-        _table(TASK_HEADINGS, task_rows(outcome), "Losses in points of 100, paired by item; truncated: 16-bit arm / this arm."),
+        _plot(losses(outcome)),
+        _table(TASK_HEADINGS, task_rows(outcome), _TASKS, "tasks"),
         *_section("Long-context retrieval by length and depth", _maps(outcome)),
-        *_section("Divergence by text", divergences(outcome)),
+        *_section("Divergence by text", _plot(divergences(outcome))),
         _divergence_table(outcome),
-        *_section("Capacity: KV tokens per GiB, as measured", capacity_bars(outcome)),
-        *_section("Throughput", throughput_bars(outcome)),
+        *_section("Capacity: tokens that the KV cache holds, as measured", _plot(capacity_bars(outcome))),
+        *_section("Throughput: tokens per second at saturation", _plot(throughput_bars(outcome))),
         *(part for arm in judged for part in _differences(arm)),
         "<h2>Not covered</h2>",
         _list(outcome.notes),
@@ -115,8 +121,13 @@ def _differences(arm: ArmResult) -> list[str]:
     return [
         f"<h2>What differs between the records: {escape(arm.arm)}</h2>",
         f"<p>{same}</p>",
-        _table(("where", "16-bit", arm.arm), rows),
+        _table(("where", "16-bit", arm.arm), rows, kind="differences"),
     ]
+
+
+def _plot(drawn: str) -> str:
+    """A plot keeps its size, so that its words can be read, and is scrolled where the window is narrower."""
+    return f'<div class="wide">{drawn}</div>' if drawn else ""
 
 
 def _command(arm: ArmResult) -> str:
@@ -132,8 +143,9 @@ def _list(items: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", kind: str = "") -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in headings)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     said = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<div class="wide"><table>{said}<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    inner = f' class="{kind}"' if kind else ""
+    return f'<div class="wide"><table{inner}>{said}<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'

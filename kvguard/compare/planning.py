@@ -8,7 +8,7 @@ from kvguard.canonical import sha256_of
 from kvguard.compare.conversation import TASK as CONVERSATION
 from kvguard.compare.conversation import conversation
 from kvguard.compare.draw import Draw
-from kvguard.compare.models import Item, Plan
+from kvguard.compare.models import Harness, Item, Plan
 from kvguard.compare.reasoning import ARITHMETIC, STRINGS, arithmetic, strings
 from kvguard.compare.retrieval import TASK as RETRIEVAL
 from kvguard.compare.retrieval import filler, retrieval
@@ -50,6 +50,7 @@ def make_plan(
     samples: int = 1,
     items: int | None = None,
     max_tokens: int | None = None,
+    harness: Harness | None = None,
 ) -> Plan:
     """The plan. `items` overrides how many each generated task has, `max_tokens` how long an answer may be.
 
@@ -86,7 +87,19 @@ def make_plan(
         throughput_tokens=32 if quick else 128,
         throughput_runs=2 if load else 0,
         streams=streams,
+        harness=harness,
         max_model_len=max_model_len,
         digest="",
     )
-    return plan.model_copy(update={"digest": sha256_of(plan.model_dump(mode="json", exclude={"digest"}))})
+    return plan.model_copy(update={"digest": digest_of(plan)})
+
+
+def digest_of(plan: Plan) -> str:
+    """Over everything that is asked, and how."""
+    absent = {"harness"} if plan.harness is None else set()
+    return sha256_of(plan.model_dump(mode="json", exclude={"digest", *absent}))
+
+
+def text_id(number: int) -> str:
+    """The name of the divergence text of this place."""
+    return f"text-{number:03d}"

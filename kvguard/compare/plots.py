@@ -28,7 +28,8 @@ def heat_map(arm: ArmResult) -> str:
         parts.append(
             f'<rect x="{x}" y="{y}" width="{wide - 2}" height="{high - 2}" fill="{_colour(cell.right)}">'
             f"<title>{cell.length} tokens, depth {cell.depth} %: {cell.right:.0%} of {cell.items}</title></rect>"
-            f'<text x="{x + wide / 2 - 1:.0f}" y="{y + 19}" text-anchor="middle" fill="#111">{cell.right:.0%}</text>'
+            f'<text x="{x + wide / 2 - 1:.0f}" y="{y + 19}" text-anchor="middle" fill="#111">'
+            f"{cell.right * cell.items:.0f} of {cell.items}</text>"
         )
     parts += [
         f'<text x="{left + i * wide + wide / 2:.0f}" y="16" text-anchor="middle" fill="{_SOFT}">{length:,}</text>'
@@ -43,21 +44,24 @@ def heat_map(arm: ArmResult) -> str:
 
 
 def capacity_bars(outcome: Outcome) -> str:
-    """Tokens that the cache of each arm holds for each GiB, as measured."""
+    """Tokens that the cache of each arm holds, and in how many bytes, as measured."""
     rows = [
-        (arm.arm, arm.capacity.kv_tokens * 2**30 / arm.capacity.kv_bytes)
+        (arm.arm, float(arm.capacity.kv_tokens), f"{arm.capacity.kv_tokens:,} in {arm.capacity.kv_bytes / 2**30:,.2f} GiB")
         for arm in outcome.arms
         if arm.capacity.kv_tokens and arm.capacity.kv_bytes and arm.arm not in CONTROLS
     ]
-    return _bars(rows, "KV tokens per GiB", ",.0f")
+    return _bars(rows, "KV tokens")
 
 
 def throughput_bars(outcome: Outcome) -> str:
     """Generated tokens in a second at saturation; the mean of the runs."""
     rows = [
-        (arm.arm, sum(arm.speed.runs) / len(arm.speed.runs)) for arm in outcome.arms if arm.speed.runs and not arm.speed.void
+        (arm.arm, middle, f"{middle:,.1f} ({min(arm.speed.runs):,.1f} to {max(arm.speed.runs):,.1f})")
+        for arm in outcome.arms
+        if arm.speed.runs and not arm.speed.void
+        for middle in (sum(arm.speed.runs) / len(arm.speed.runs),)
     ]
-    return _bars(rows, "tokens per second at saturation", ",.1f")
+    return _bars(rows, "tokens per second at saturation")
 
 
 def divergences(outcome: Outcome) -> str:
@@ -112,7 +116,10 @@ def losses(outcome: Outcome) -> str:
     parts = [
         f'<line x1="{zero:.1f}" x2="{zero:.1f}" y1="6" y2="{bottom}" stroke="{_INK}"/>',
         f'<line x1="{margin:.1f}" x2="{margin:.1f}" y1="6" y2="{bottom}" stroke="#c8553d" stroke-dasharray="4 3"/>',
-        f'<text x="{zero:.1f}" y="{bottom + 16}" text-anchor="middle" fill="{_SOFT}">0</text>',
+        *(
+            f'<text x="{across(tick / 100):.1f}" y="{bottom + 16}" text-anchor="middle" fill="{_SOFT}">{tick}</text>'
+            for tick in _ticks(100 * low, 100 * high)
+        ),
         f'<text x="{margin:.1f}" y="{bottom + 30}" text-anchor="middle" fill="#c8553d">margin</text>',
     ]
     for place, (name, loss, least, most) in enumerate(rows):
@@ -120,21 +127,28 @@ def losses(outcome: Outcome) -> str:
         parts.append(_name(name, y, left))
         parts.append(f'<line x1="{across(least):.1f}" x2="{across(most):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_SOFT}"/>')
         parts.append(f'<circle cx="{across(loss):.1f}" cy="{y:.1f}" r="4" fill="{_COLOURS[0]}"/>')
-    return _svg(_WIDTH, bottom + 38, parts, "Loss by task in shares of 1, with both one-sided 95 % bounds")
+    return _svg(_WIDTH, bottom + 38, parts, "Loss by task in points of 100, with both one-sided 95 % bounds")
 
 
-def _bars(rows: Sequence[tuple[str, float]], label: str, form: str) -> str:
+def _ticks(low: float, high: float) -> list[int]:
+    """Round numbers from `low` to `high`, 0 among them, at most a dozen."""
+    step = next((step for step in (1, 5, 10, 25) if (high - low) / step <= 12), 50)
+    return [tick for tick in range(-100, 101, step) if low <= tick <= high]
+
+
+def _bars(rows: Sequence[tuple[str, float, str]], label: str) -> str:
+    """A bar for each row of name, value and the value in words."""
     if not rows:
         return ""
-    most = max(value for _, value in rows) or 1.0
-    room, step, parts = _WIDTH - _LEFT - 100, 32, []
-    for place, (name, value) in enumerate(rows):
+    most = max(value for _, value, _ in rows) or 1.0
+    room, step, parts = _WIDTH - _LEFT - 150, 32, []
+    for place, (name, value, told) in enumerate(rows):
         y, wide = 6 + step * place, room * value / most
         parts.append(_name(name, y + 12))
         parts.append(
             f'<rect x="{_LEFT}" y="{y}" width="{wide:.1f}" height="{step - 10}" fill="{_COLOURS[place % len(_COLOURS)]}"/>'
         )
-        parts.append(f'<text x="{_LEFT + wide + 6:.1f}" y="{y + 16}" fill="{_INK}">{value:{form}}</text>')
+        parts.append(f'<text x="{_LEFT + wide + 6:.1f}" y="{y + 16}" fill="{_INK}">{told}</text>')
     return _svg(_WIDTH, 10 + step * len(rows), parts, label)
 
 

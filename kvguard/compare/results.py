@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from kvguard.compare.models import FORMAT, Answered, ArmFile, Forced, Generated, Plan, Scored, Streamed, Throughput
+from kvguard.compare.checked import check_arm
+from kvguard.compare.models import (
+    CONTROLS,
+    FORMAT,
+    Answered,
+    ArmFile,
+    Forced,
+    Generated,
+    Harnessed,
+    Plan,
+    Scored,
+    Streamed,
+    Throughput,
+)
 from kvguard.files import printable, read_regular_file
 from kvguard.vocabulary import Frozen, UsageError
 
 FILE_LIMIT = 1 << 30
-Row = Answered | Generated | Forced | Scored | Streamed | Throughput
+_SMALL = 1 << 20
+Row = Answered | Generated | Forced | Scored | Streamed | Throughput | Harnessed
 _KINDS: Mapping[str, type[Row]] = {
     "answered": Answered,
     "generated": Generated,
@@ -25,6 +40,7 @@ _KINDS: Mapping[str, type[Row]] = {
     "scored": Scored,
     "streamed": Streamed,
     "throughput": Throughput,
+    "harnessed": Harnessed,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -44,7 +60,7 @@ class Rows:
         self.path = path
         self.start: Start | None = None
         self.rows: list[Row] = []
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         if path.exists():
             self._read()
 
@@ -55,17 +71,24 @@ class Rows:
                 f"{printable(str(self.path))}: its results are of another engine start or plan (record "
                 f"{self.start.record_digest[:19]}, now {start.record_digest[:19]}); give a new --out directory"
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [_line("start", start), *(_line(_NAMES[type(row)], row) for row in self.rows)]
         write_whole(self.path, "".join(lines))
         self.start = start
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
 
     def add(self, row: Row) -> None:
-        """One more result, on the disk before this returns."""
+        """One more result, in the file before this returns. Raises UsageError where it cannot be written."""
         assert self._file is not None  # noqa: S101 (begin comes first)
-        self._file.write(_line(_NAMES[type(row)], row))
-        self._file.flush()
+        line = _line(_NAMES[type(row)], row).encode()
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+        if written != len(line):  # the disk became full within the line: it is dropped on opening, as after a kill
+            raise UsageError(f"{printable(str(self.path))}: cannot be written: No space left on device")
         self.rows.append(row)
 
     def close(self) -> None:
@@ -96,6 +119,7 @@ def _line(kind: str, row: Frozen) -> str:
 
 def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
     """Write a file whole or not at all; only its owner reads it, since it may hold prompts. UsageError where that fails."""
+    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -103,13 +127,24 @@ def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
             file.write(text)
         os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except OSError as error:
-        raise UsageError(f"{printable(str(path))}: cannot be written: {error.strerror}") from error
+    except BaseException as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _not_written(path, error) from error
+        raise
+
+
+def _not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{printable(str(path))}: cannot be written: {error.strerror or error}")
 
 
 def file_stem(arm: str) -> str:
-    """An arm's name as a file's."""
-    return re.sub(r"[^A-Za-z0-9_.@-]", "-", arm)
+    """An arm's name as a file's; a name that no file can have gets a digest, so that two arms never share one."""
+    plain = re.sub(r"[^A-Za-z0-9_.@-]", "-", arm)
+    if plain == arm or arm in CONTROLS:
+        return plain
+    return f"{plain[:60]}-{hashlib.sha256(arm.encode()).hexdigest()[:8]}"
 
 
 def read_model(path: Path, model: type[Any], what: str) -> Any:
@@ -124,11 +159,20 @@ def read_model(path: Path, model: type[Any], what: str) -> Any:
         raise UsageError(f"{what} {name}{f': {printable(place)}' if place else ''}: {first['msg']}") from None
 
 
+def read_json(path: Path) -> Any:
+    """A small JSON file of ours; None for what is none, which is then not ours."""
+    try:
+        return json.loads(read_regular_file(path, _SMALL, "comparison"))
+    except (ValueError, RecursionError):
+        return None
+
+
 def read_arm(path: Path) -> ArmFile:
-    """A finished arm. Raises UsageError for any other file."""
+    """A finished arm, held against itself. Raises UsageError for any other file."""
     arm: ArmFile = read_model(path, ArmFile, "arm file")
     if arm.format != FORMAT:
         raise UsageError(f"arm file {printable(str(path))}: format {arm.format}, this kvguard reads {FORMAT}")
+    check_arm(arm, printable(str(path)))
     return arm
 
 

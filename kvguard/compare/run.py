@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvguard.canonical import sha256_of
 from kvguard.compare import equal
 from kvguard.compare.arms import Arm, again, arm_of, weak_or_why
 from kvguard.compare.asking import Asker, Told, tokens_per_hundred
+from kvguard.compare.directory import claim
 from kvguard.compare.draw import Draw
+from kvguard.compare.harness import run_harness
 from kvguard.compare.models import (
     AGAIN,
     CONTROLS,
@@ -21,6 +24,8 @@ from kvguard.compare.models import (
     ArmFile,
     Forced,
     Generated,
+    Harness,
+    Harnessed,
     Item,
     Plan,
     Scored,
@@ -28,11 +33,12 @@ from kvguard.compare.models import (
     Throughput,
 )
 from kvguard.compare.planning import REASONING, make_plan
-from kvguard.compare.results import Rows, Start, file_stem, read_arm, read_plan, write_whole
+from kvguard.compare.results import Row, Rows, Start, file_stem, read_arm, read_plan, write_whole
 from kvguard.compare.retrieval import filler
 from kvguard.compare.starting import Proven, counters, run_arm
 from kvguard.files import printable
 from kvguard.guard.settings import Settings
+from kvguard.record.redact import redact_argv
 from kvguard.vocabulary import EngineFailed, UsageError
 
 _HUNDRED = 100
@@ -53,14 +59,18 @@ class Wish:
     items: int | None
     max_tokens: int | None
     concurrency: int
+    harness: Harness | None = None
+    harness_command: str = ""
 
     @property
-    def digest(self) -> str:
-        """Over all that decides results, so that a directory's results are never mixed with another comparison's."""
-        own = [item.model_dump(mode="json") for item in self.own]
-        tasks = {"tasks": list(self.tasks), "own": own, "samples": self.samples, "items": self.items, "max": self.max_tokens}
-        how = {"seed": self.seed, "quick": self.quick, "production": self.production, "concurrency": self.concurrency}
-        return sha256_of({"base": list(self.base), "arms": list(self.arms), **tasks, **how})
+    def options(self) -> dict[str, Any]:
+        """All that decides results, so that a directory's results are never mixed with another comparison's; no secrets."""
+        own = sha256_of([item.model_dump(mode="json") for item in self.own]) if self.own else None
+        tasks = {"tasks": list(self.tasks), "own-tasks": own, "items": self.items, "max-tokens": self.max_tokens}
+        how = {"seed": self.seed, "quick": self.quick, "production": self.production}
+        harness = [*self.harness.tasks, *self.harness.arguments] if self.harness else []
+        more = {"samples": self.samples, "concurrency": self.concurrency, "lm-eval": harness}
+        return {"command": redact_argv(self.base), "arms": list(self.arms), **tasks, **how, **more}
 
 
 class Comparison:
@@ -77,17 +87,20 @@ class Comparison:
         told: Told,
         arm_told: Told,
     ) -> None:
-        """`told` is called with each step within an arm, `arm_told` with each arm. UsageError for another's directory."""
+        """`told` is called with each step within an arm, `arm_told` with each arm."""
         self._wish, self._out, self._env = wish, out, env
         self._settings, self._outputs = settings, outputs
         self._told, self._arm_told = told, arm_told
         self._plan: Plan | None = None
         self._finished: list[ArmFile] = []
         self.notes: list[str] = []
-        self._claim_directory()
+        self._claimed: int | None = None
 
     def run(self) -> tuple[ArmFile, ...] | None:
-        """All arms, the reference first and its repetition last; None when it was stopped before the end."""
+        """All arms, the reference first and its repetition last; None when it was stopped before the end.
+
+        Raises UsageError for a directory of another comparison.
+        """
         arms = self._arms()
         for number, arm in enumerate(arms):
             self._arm_told(arm.name, number, len(arms))
@@ -104,12 +117,19 @@ class Comparison:
         self._arm_told("", len(arms), len(arms))
         return tuple(self._finished)
 
+    def close(self) -> None:
+        """Let others work in the directory."""
+        if self._claimed is not None:
+            os.close(self._claimed)
+            self._claimed = None
+
     def _arms(self) -> list[Arm]:
         wish = self._wish
         seed, production = wish.seed, wish.production
         named = [arm_of(name, wish.base, self._env, seed=seed, production=production) for name in wish.arms]
         for arm in named:
-            arm.prepared(self._env)  # refused before any engine time
+            arm.prepared(self._env)  # refused before any engine time, and before anything is written
+        self._claimed = claim(self._out, wish.options)
         place = self._out / "weak"
         weak, why = weak_or_why(wish.arms[0], wish.base, self._env, place, seed=seed, production=production)
         if weak is None:
@@ -135,6 +155,7 @@ class Comparison:
     async def _ask(self, arm: Arm, proven: Proven, rows: Rows) -> ArmFile:
         plan = await self._plan_of(proven)
         self._refuse_unfair(arm, proven)
+        whole = not rows.rows
         rows.begin(Start(record_digest=proven.record_digest, plan_digest=plan.digest))
         asker = Asker(
             client=proven.client,
@@ -147,6 +168,9 @@ class Comparison:
             concurrency=self._wish.concurrency,
         )
         await asker.items()
+        if not self._finished:
+            refuse_unanswerable(rows.rows)
+        await self._harness(arm, proven, rows)
         await asker.generate()
         reference = self._finished[0].generated if self._finished else [r for r in rows.rows if isinstance(r, Generated)]
         await asker.force(reference)
@@ -158,10 +182,11 @@ class Comparison:
             await asker.stream()
         found = rows.rows
         counted = await counters(proven.client)
+        counted = counted if whole else counted.without_counts()
         return ArmFile(
             arm=arm.name,
             model=proven.prepared.command.model,
-            command=arm.argv,
+            command=tuple(redact_argv(arm.argv)),
             record=proven.record,
             record_digest=proven.record_digest,
             effective=proven.effective,
@@ -177,6 +202,26 @@ class Comparison:
             throughput=tuple(row for row in found if isinstance(row, Throughput)),
             streamed=tuple(row for row in found if isinstance(row, Streamed)),
             counters=counted,
+            harnessed=next((row for row in found if isinstance(row, Harnessed)), None),
+        )
+
+    async def _harness(self, arm: Arm, proven: Proven, rows: Rows) -> None:
+        """lm-eval's tasks: all of them in one run of it, which a kill in the middle loses."""
+        wish = self._wish
+        if wish.harness is None or any(isinstance(row, Harnessed) for row in rows.rows):
+            return
+        self._told("lm-eval", 0, 0)
+        rows.add(
+            await run_harness(
+                wish.harness,
+                wish.harness_command,
+                proven.client,
+                served_model=proven.model,
+                tokenizer=proven.prepared.command.value("--tokenizer") or str(proven.prepared.files.directory),
+                directory=self._out / "lm-eval" / file_stem(arm.name),
+                seed=wish.seed,
+                concurrency=wish.concurrency,
+            )
         )
 
     async def _plan_of(self, proven: Proven) -> Plan:
@@ -201,6 +246,7 @@ class Comparison:
                 samples=wish.samples,
                 items=wish.items,
                 max_tokens=wish.max_tokens,
+                harness=wish.harness,
             )
             write_whole(path, self._plan.model_dump_json(indent=1) + "\n")
         return self._plan
@@ -219,20 +265,17 @@ class Comparison:
     def _path(self, arm: Arm, suffix: str) -> Path:
         return self._out / "arms" / f"{file_stem(arm.name)}.{suffix}"
 
-    def _claim_directory(self) -> None:
-        """The directory is empty, or holds this very comparison."""
-        path = self._out / "wish.json"
-        if path.exists():
-            try:
-                found = json.loads(path.read_text("utf-8"))["digest"]
-            except (OSError, ValueError, KeyError, TypeError):
-                found = None
-            if found != self._wish.digest:
-                raise UsageError(f"{printable(str(self._out))}: holds another comparison; give a new --out directory")
-            return
-        if self._out.exists() and (not self._out.is_dir() or any(self._out.iterdir())):
-            raise UsageError(f"{printable(str(self._out))}: neither empty nor of a comparison; give another --out")
-        write_whole(path, json.dumps({"digest": self._wish.digest, "arms": list(self._wish.arms)}) + "\n")
+
+def refuse_unanswerable(rows: Sequence[Row]) -> None:
+    """A task that the 16-bit arm cannot be asked at all ends the comparison before the other arms are."""
+    answers = [row for row in rows if isinstance(row, Answered)]
+    for task in dict.fromkeys(row.task for row in answers):
+        problems = [row.problem for row in answers if row.task == task]
+        if all(problems):
+            raise UsageError(
+                f"task {task}: all {len(problems)} requests failed: {printable(problems[0], 300)}; "
+                "leave the task out with --tasks, or change the engine's limits, with a new --out"
+            )
 
 
 def _limits(proven: Proven) -> dict[str, int | None]:

@@ -227,6 +227,18 @@ def items_needed(losses: Sequence[float], margin: float) -> int | None:
     return math.ceil(max(by_variance, unmoved))
 
 
+def items_to_see(losses: Sequence[float], margin: float) -> int | None:
+    """How many items a weak arm that loses like this would take to be seen, thinned to the margin as in `weak_is_seen`.
+
+    None where it does not lose more than the margin: then more items show no more.
+    """
+    loss = mean(losses) if losses else 0.0
+    if loss <= margin:
+        return None
+    variance = margin / loss * mean([value * value for value in losses]) - margin**2
+    return math.floor(Z_LEVEL**2 * max(variance, 0.0) / margin**2) + 1
+
+
 class Seen(Frozen):
     """Whether a loss of exactly the margin would be seen, from the weak arm: `share` of its items, the rest unharmed."""
 

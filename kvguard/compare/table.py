@@ -86,7 +86,8 @@ def _row(outcome: Outcome, arm: ArmResult) -> tuple[str, ...]:
 def _throughput(arm: ArmResult) -> str:
     if arm.speed.void:
         return "not compared"
-    told = f"{sum(arm.speed.runs) / len(arm.speed.runs):,.1f} tokens/s" if arm.speed.runs else _NONE
+    runs = arm.speed.runs
+    told = f"{sum(runs) / len(runs):,.1f} tokens/s ({min(runs):,.1f} to {max(runs):,.1f})" if runs else _NONE
     return told + (f", {arm.preemptions:,.0f} preemptions" if arm.speed.runs and arm.preemptions else "")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,14 @@ from compare_fakes import arm, arms, plan
 from fake_engine import install
 from kvguard.compare.arms import arm_of, chosen_arms, weak_or_why
 from kvguard.compare.asking import Asker, request_seed
+from kvguard.compare.counters import Counters
+from kvguard.compare.directory import claim
 from kvguard.compare.gate import Gate, below, load_gate
 from kvguard.compare.judge import judge
-from kvguard.compare.models import AGAIN, REFERENCE, WEAK, Answered, Generated, Throughput
-from kvguard.compare.results import Rows, Start, file_stem, read_arm
-from kvguard.compare.run import Comparison, Wish, read_arms
+from kvguard.compare.models import AGAIN, REFERENCE, WEAK, Answered, ArmFile, Forced, Generated, Throughput
+from kvguard.compare.results import Rows, Start, file_stem, read_arm, write_whole
+from kvguard.compare.run import Wish, read_arms, refuse_unanswerable
 from kvguard.engine.client import Answer
-from kvguard.guard.settings import Settings
 from kvguard.vocabulary import EngineFailed, UsageError
 from overlay_fakes import CONFIG, checkpoint, reread
 
@@ -62,6 +66,28 @@ def test_what_is_no_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"kind": "answered"}\n')
     with pytest.raises(UsageError, match="line 1: not a result"):
         Rows(tmp_path / "a.jsonl")
+
+
+def test_a_full_disk_is_named_and_what_was_written_counts(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "a.jsonl")
+    rows.begin(START)
+    rows.add(answered(0))
+    rows.close()
+    again = Rows(tmp_path / "a.jsonl")
+    again.begin(START)
+    again.close()
+    again._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 (closed with the rows)
+    with pytest.raises(UsageError, match=r"a\.jsonl: cannot be written: No space left on device"):
+        again.add(answered(1))
+    again.close()
+    assert Rows(tmp_path / "a.jsonl").rows == again.rows == [answered(0)]
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "report.md").mkdir()
+    with pytest.raises(UsageError, match=r"report\.md: cannot be written: Is a directory"):
+        write_whole(tmp_path / "report.md", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
 
 
 class FakeEngine:
@@ -199,22 +225,77 @@ def wish(vllm: str, model: str, seed: int = 0) -> Wish:
     )
 
 
-def test_a_directory_is_of_one_comparison(tmp_path: Path, vllm: str, model: str) -> None:
-    def comparison(asked: Wish, out: Path) -> Comparison:
-        def nothing(*_: object) -> None:
-            pass
+def test_a_directory_is_of_one_comparison_and_one_process(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "out"
+    first = claim(out, {"seed": 0, "arms": ["16bit", "fp8_e4m3"]})
+    with pytest.raises(UsageError, match="another kvguard compare is working in it"):
+        claim(out, {"seed": 0, "arms": ["16bit", "fp8_e4m3"]})
+    os.close(first)
+    (out / "plan.json").touch()
+    os.close(claim(out, {"seed": 0, "arms": ["16bit", "fp8_e4m3"]}))
+    with pytest.raises(UsageError, match=r"holds another comparison \(seed: 0, now 1\)"):
+        claim(out, {"seed": 1, "arms": ["16bit", "fp8_e4m3"]})
+    with pytest.raises(UsageError, match=r"\(arms: fp8_e4m3, now fp8_e5m2\)"):
+        claim(out, {"seed": 0, "arms": ["16bit", "fp8_e5m2"]})
+    with pytest.raises(UsageError, match=r"\(arms: nothing, now fp8_e5m2\)"):
+        claim(out, {"seed": 0, "arms": ["16bit", "fp8_e4m3", "fp8_e5m2"]})
+    os.close(claim(out, {"seed": 0, "arms": ["16bit", "fp8_e4m3"]}))  # a refusal holds no lock
 
-        settings = Settings(record_directory=out / "records")
-        return Comparison(asked, out, {}, settings=settings, outputs=(1, 2), told=nothing, arm_told=nothing)
 
-    comparison(wish(vllm, model), tmp_path / "out")
-    comparison(wish(vllm, model), tmp_path / "out")
+def test_a_directory_that_nothing_was_asked_in_takes_other_options(tmp_path: Path) -> None:
+    """A mistyped flag that the engine did not start with costs no directory."""
+    os.close(claim(tmp_path / "out", {"seed": 0}))
+    (tmp_path / "out" / "records").mkdir()
+    os.close(claim(tmp_path / "out", {"seed": 1}))
+    (tmp_path / "out" / "arms").mkdir()
+    with pytest.raises(UsageError, match="seed: 1, now 0"):
+        claim(tmp_path / "out", {"seed": 0})
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"options": 3}', "\xff"])
+def test_a_wish_that_is_none_is_another_comparisons(tmp_path: Path, content: str) -> None:
+    (tmp_path / "wish.json").write_text(content, "latin-1")
+    (tmp_path / "plan.json").touch()
     with pytest.raises(UsageError, match="holds another comparison"):
-        comparison(wish(vllm, model, seed=1), tmp_path / "out")
+        claim(tmp_path, {"seed": 0})
+
+
+def test_what_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="neither empty nor of a comparison"):
-        comparison(wish(vllm, model), tmp_path / "full")
+    for path, said in (
+        (tmp_path / "file", "cannot be used: File exists"),
+        (tmp_path / "file" / "x", "cannot be used: Not a directory"),
+        (tmp_path / ("x" * 300), "cannot be used: File name too long"),
+        (tmp_path / "full", "neither empty nor of a comparison"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            claim(path, {"seed": 0})
+
+
+def test_options_that_decide_results_are_told_without_secrets(vllm: str, model: str) -> None:
+    asked = wish(vllm, model)
+    asked = replace(asked, base=(*asked.base, "--api-key", "sesame-4711"))
+    assert asked.options["command"] == [vllm, "serve", model, "--api-key", "***"]
+    assert set(asked.options) == {
+        *("command", "arms", "tasks", "own-tasks", "items", "max-tokens", "seed", "quick", "production", "samples"),
+        *("concurrency", "lm-eval"),
+    }
+
+
+def test_a_task_that_cannot_be_asked_ends_it_with_the_engines_words() -> None:
+    rows = [answered(0), Answered(task="retrieval", item="r-0", problem="HTTP 400: too long\n\x1b[31m")]
+    with pytest.raises(UsageError, match="task retrieval: all 1 requests failed: HTTP 400: too long") as found:
+        refuse_unanswerable(rows)
+    assert str(found.value).isprintable()
+    refuse_unanswerable([*rows, Answered(task="retrieval", item="r-1", text="12345")])
+
+
+def test_what_an_engine_counted_of_a_part_is_left_out() -> None:
+    """It answered what an earlier start had left; how it caches prefixes is as true as before."""
+    counted = Counters(preemptions=3.0, drafted=5.0, prefix_caching=True, prefix_queries=9.0, prefix_hits=2.0, block_size=16)
+    assert counted.without_counts() == Counters(prefix_caching=True, block_size=16)
 
 
 # Finished arms
@@ -240,6 +321,51 @@ def test_a_file_that_is_no_arm_is_named(tmp_path: Path, content: str) -> None:
         read_arm(tmp_path / "x.json")
 
 
+def changed(one: ArmFile, **more: Any) -> ArmFile:
+    return one.model_copy(update=more)
+
+
+def with_row(one: ArmFile, **more: Any) -> ArmFile:
+    return changed(one, answers=(one.answers[0].model_copy(update=more), *one.answers[1:]))
+
+
+def with_record(one: ArmFile, **more: Any) -> ArmFile:
+    return changed(one, record={**one.record, "predicate": {**one.record["predicate"], **more}})
+
+
+WRONG: dict[str, tuple[Callable[[ArmFile], ArmFile], str]] = {
+    "no record": (lambda one: changed(one, record={}), "record .*: not a run record"),
+    "a record of something else": (lambda one: changed(one, record={"predicate": {"engine": {}}}), "not a run record"),
+    "a changed record": (lambda one: with_record(one, ranks=7), "was changed after it was written"),
+    "another record's digest": (lambda one: changed(one, record_digest="sha256:" + "0" * 64), "record_digest: .* is not its"),
+    "another cache": (
+        lambda one: changed(one, effective=one.effective.model_copy(update={"dtype": "bfloat16"})),
+        "effective.dtype: 'bfloat16', its record shows fp8_e4m3",
+    ),
+    "a changed plan": (lambda one: changed(one, plan=one.plan.model_copy(update={"seed": 5})), "plan: was changed"),
+    "an answer missing": (lambda one: changed(one, answers=one.answers[:-1]), "answers: 1 of 3 are missing"),
+    "an answer twice": (lambda one: changed(one, answers=(*one.answers, one.answers[0])), "stands twice"),
+    "an answer to nothing": (lambda one: with_row(one, item="x"), "is not in its plan"),
+    "a score of more than all": (lambda one: with_row(one, score=1.5), "answers.0.score"),
+    "a score that is none": (lambda one: with_row(one, score=float("nan")), "answers.0.score"),
+    "a text of no plan": (lambda one: changed(one, forced=(Forced(text="text-000"),)), "is no text of its plan"),
+    "no name": (lambda one: changed(one, arm="\x1b[31m"), "is no arm's name"),
+    "another format": (lambda one: changed(one, format=9), "format 9, this kvguard reads 1"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_an_arm_that_contradicts_itself_is_named(tmp_path: Path, how: str) -> None:
+    """Anybody may have written or changed the file: it is never a traceback, and never a report."""
+    change, said = WRONG[how]
+    path = tmp_path / "x.json"
+    path.write_text(change(arm("fp8_e4m3", plan(items=3))).model_dump_json())
+    with pytest.raises(UsageError, match=said) as found:
+        read_arm(path)
+    assert str(path) in str(found.value)
+    assert "\n" not in str(found.value)
+
+
 def test_generated_rows_keep_ids_and_logprobs(tmp_path: Path) -> None:
     row = Generated(text="text-000", prompt_ids=(1,), ids=(2,), logprobs=(-0.5,), top=(((2, -0.5), (3, -1.5)),))
     rows = Rows(tmp_path / "a.jsonl")
@@ -262,7 +388,7 @@ def test_a_gate_is_read_and_held_against_the_verdict(tmp_path: Path) -> None:
     assert below(Gate(), unsure) == ("arm fp8_e4m3: required is 'free win', found 'cannot tell'",)
     lost = judge(arms(plan(items=100), lambda place: 0.0), gate.rules)
     assert below(gate, lost) == ("arm fp8_e4m3: required is 'cannot tell', found 'keep 16-bit'",)
-    with pytest.raises(UsageError, match="arm 'nvfp4' was not compared; found fp8_e4m3"):
+    with pytest.raises(UsageError, match="arm 'nvfp4' is not compared; found fp8_e4m3"):
         below(Gate(arms=("nvfp4",)), lost)
 
 
@@ -284,5 +410,8 @@ def test_a_gate_that_is_none_is_named(tmp_path: Path, text: str, said: str) -> N
 
 
 def test_names_of_files() -> None:
-    assert [file_stem(name) for name in ("16bit again", "fp8@X", "a/../b")] == ["16bit-again", "fp8@X", "a-..-b"]
+    assert [file_stem(name) for name in ("16bit again", "fp8@X", "weak")] == ["16bit-again", "fp8@X", "weak"]
+    ones = [file_stem(f"fp8_e4m3={path}") for path in ("/a/b", "/a-b", "/" + "x" * 4000, "/" + "x" * 4001)]
+    assert len(set(ones)) == 4, "two calibrations never share a file"
+    assert all(re.fullmatch(r"fp8_e4m3--[-ax/b]+-[0-9a-f]{8}", one) and len(one) < 80 for one in ones)
     assert arm("x", plan(items=1)).arm == "x"

@@ -69,6 +69,12 @@ def test_a_task_at_the_floor_cannot_tell_because_the_weak_arm_is_not_seen() -> N
     assert "no loss is seen, and a loss of the margin would not be either" in result.why[0]
 
 
+def test_few_items_at_the_floor_are_not_said_to_tell_when_they_are_more() -> None:
+    result = of(judge(arms(plan(items=20), lambda place: 0.0, lambda place: 0.0), RULES))
+    assert result.tasks[0].needed is None
+    assert "more items of this task would not tell, since ruined scales lose nothing on it" in result.why[0]
+
+
 def test_without_a_weak_arm_nothing_is_free() -> None:
     files = [one for one in arms(MANY, right) if one.arm != WEAK]
     outcome = judge(files, RULES)
@@ -111,6 +117,16 @@ def test_an_arm_that_runs_on_where_sixteen_bit_ended_early_loses() -> None:
     result = of(judge(files, RULES))
     assert result.tasks[0].truncated_arm == 0.0
     assert result.verdict == "keep 16-bit"
+
+
+def test_a_collapse_does_not_hide_the_losses() -> None:
+    files = arms(MANY, right)
+    files[1] = arm("fp8_e4m3", MANY, lambda place: 0.0, collapse=lambda place: float(place == 3))
+    why = of(judge(files, RULES)).why
+    assert [reason.partition(" (")[0] for reason in why] == [
+        "arithmetic: answers collapse, where the 16-bit arm's never do",
+        "arithmetic: a loss of 100.0 points is shown",
+    ]
 
 
 def test_one_collapse_is_enough_unless_sixteen_bit_collapses_too() -> None:
@@ -228,3 +244,11 @@ def test_an_echo_is_no_evidence_of_a_difference() -> None:
     files[1] = files[1].model_copy(update={"effective": echoed})
     with pytest.raises(PolicyRefusal, match="by echoed evidence only"):
         judge(files, RULES)
+
+
+def test_failed_requests_void_a_task_and_say_why() -> None:
+    files = arms(plan(items=20), right)
+    failed = files[1].answers[0].model_copy(update={"problem": "HTTP 400: too long: your prompt", "score": 0.0})
+    files[1] = files[1].model_copy(update={"answers": (failed, *files[1].answers[1:])})
+    why = "arithmetic: 1 requests failed (HTTP 400); the engine's words are in arms/"
+    assert of(judge(files, RULES)).why == (why,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -68,7 +69,9 @@ def test_the_page_holds_every_part() -> None:
         "Long-context retrieval by length and depth",
         "1945 tokens, depth 100 %",
         "Divergence by text",
-        "KV tokens per GiB",
+        "Capacity: tokens that the KV cache holds",
+        "46,592 in 1.00 GiB",
+        "4 of 4",
         "Throughput",
         "What differs between the records: fp8_e4m3",
         "effective.dtype",
@@ -126,6 +129,30 @@ def test_arms_without_anything_still_make_a_report() -> None:
     assert "no task with scores was run" in found.arms[1].why[0]
     assert "<svg" in page(found)
     assert "cannot tell" in markdown(found)
+
+
+MEASURE = "<script>document.title = `measured ${document.documentElement.scrollWidth} of ${innerWidth}`</script></body>"
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_cut_off_at_the_side(tmp_path: Path, width: int) -> None:
+    """Digests wrap, and tables and plots scroll by themselves: the page is never wider than its window."""
+    found = outcome(model="/models/" + "x" * 300, command=("vllm", "serve", "y" * 300))
+    text = page(found).replace("default-src 'none'", "script-src 'unsafe-inline'").replace("</body>", MEASURE)
+    (tmp_path / "report.html").write_text(text)
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}/p")
+    done = subprocess.run(
+        ["chromium", *options, f"--window-size={width},2000", "--dump-dom", f"file://{tmp_path}/report.html"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    measured = re.search(r"<title>measured (\d+) of (\d+)</title>", done.stdout)
+    assert measured is not None, done.stderr[-2000:]
+    assert int(measured[1]) <= int(measured[2])
+    assert int(measured[2]) <= max(width, 500), "a desktop's window may have a least width"
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_fakes import SMOLLM2, write
+from compare_fakes import install_lm_eval
 from fake_engine import install
 from guarded import KVGUARD
 from kvguard.compare.models import AGAIN, REFERENCE
@@ -32,7 +33,8 @@ class Place:
         self.model = write(directory / "model", SMOLLM2, {}, tokenizer_config__json='{"chat_template": "{{ messages }}"}')
         self.out = directory / "out"
         self.run_base = Path(f"/tmp/kvgt-{secrets.token_hex(4)}")
-        (directory / "notes").mkdir()
+        self.notes = directory / "notes"
+        self.notes.mkdir()
         self.env = {
             **os.environ,
             "PYTHONPATH": str(directory / "engine/site"),
@@ -102,6 +104,61 @@ def test_a_killed_comparison_goes_on_where_it_was(place: Place) -> None:
     assert rows.read_text().splitlines()[:3] == before
     answers = read_arm(place.out / "arms/fp8_e4m3.json").answers
     assert len({(row.task, row.item) for row in answers}) == len(answers) == 18
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_comparison_says_so_and_goes_on(place: Place, number: signal.Signals) -> None:
+    """No exit code 0 without a verdict, no engine left, and nothing asked twice."""
+    rows, started = place.out / "arms/fp8_e4m3.jsonl", place.notes / "started"
+    words = place.words("--tasks", "arithmetic,strings,conversation")
+    process = subprocess.Popen(words, env=place.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not rows.exists() or rows.read_text().count('"answered"') < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine = int(started.read_text().split()[0])
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == f"kvguard: stopped; the same command with --out {place.out} goes on from here"
+    assert "Traceback" not in err
+    assert not Path(f"/proc/{engine}").exists()
+    assert not place.run_base.exists()
+    before = rows.read_text().splitlines()
+    done = place.run("--tasks", "arithmetic,strings,conversation")
+    assert done.returncode == ExitCode.CLEAN, done.stderr
+    assert rows.read_text().splitlines()[: len(before)] == before
+    assert len(read_arm(place.out / "arms/fp8_e4m3.json").answers) == 18
+
+
+def test_secrets_of_the_command_are_in_no_file(place: Place) -> None:
+    done = place.run("--", "--api-key", "sesame-4711-open")
+    assert done.returncode == ExitCode.CLEAN, done.stderr
+    told = {path.name for path in place.out.rglob("*") if path.is_file() and "sesame-4711-open" in path.read_text()}
+    assert told == set()
+    assert "sesame" not in done.stdout + done.stderr
+
+
+def test_tasks_of_lm_eval_are_asked_of_every_arm_and_once(place: Place, tmp_path: Path) -> None:
+    options = (
+        "--tasks",
+        "lm-eval,arithmetic",
+        "--lm-eval",
+        "gsm8k",
+        "--lm-eval-command",
+        str(install_lm_eval(tmp_path / "bin")),
+    )
+    done = place.run(*options)
+    assert done.returncode == ExitCode.CLEAN, done.stderr
+    outcome = Outcome.model_validate_json((place.out / "report.json").read_text())
+    assert [task.task for task in outcome.arms[1].tasks] == ["arithmetic", "lm-eval:gsm8k"]
+    assert outcome.scores["lm-eval:gsm8k"][REFERENCE] == (0.5, pytest.approx(0.2887, abs=1e-4), 4)
+    logs = sorted(path.parent.name for path in place.out.glob("lm-eval/*/log"))
+    assert logs == ["16bit", "16bit-again", "fp8_e4m3"]
+    before = {path: path.stat().st_mtime_ns for path in place.out.glob("lm-eval/*/log")}
+    assert place.run(*options).returncode == ExitCode.CLEAN
+    assert {path: path.stat().st_mtime_ns for path in place.out.glob("lm-eval/*/log")} == before
 
 
 def test_two_arms_secretly_equal_are_refused(place: Place) -> None:

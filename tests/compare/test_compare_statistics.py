@@ -16,6 +16,7 @@ from kvguard.compare.statistics import (
     compare,
     holm,
     items_needed,
+    items_to_see,
     sign_test,
     smallest_detectable,
     standard_error,
@@ -172,3 +173,13 @@ def test_overlap_of_two_errors_accepts_a_loss_of_ten_points() -> None:
     free, _, overlap = chance(200, 0.10, 0.02, 0.02, runs=300)
     assert free == 0.0
     assert overlap > 0.4
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_the_items_that_a_weak_arm_takes_are_the_fewest_that_show_it(share: float) -> None:
+    needed = items_to_see([1.0] * round(100 * share) + [0.0] * round(100 * (1 - share)), 0.02)
+    assert needed is not None
+    for items, seen in ((8 * needed, True), (needed // 8, False)):
+        lost = round(share * items)
+        assert weak_is_seen([1.0] * lost + [0.0] * (items - lost), 0.02).seen is seen
+    assert items_to_see([0.0] * 50, 0.02) is items_to_see([], 0.02) is None

@@ -214,6 +214,7 @@ def test_own_items(tmp_path: Path) -> None:
         ('{"prompt": "x", "answer": "y", "matched": "z"}', "line 1: matched"),
         ('{"prompt": "x", "answer": "y", "task": "<b>"}', "line 1: task"),
         ('{"prompt": "\\ud800", "answer": "y"}', "line 1: holds a lone surrogate"),
+        ('{"task": "retrieval", "prompt": "x", "answer": "y"}', "line 1: task: 'retrieval' is a generated task's name"),
         ('{"id": "a", "prompt": "x", "answer": "y"}\n{"id": "a", "prompt": "x", "answer": "y"}', "line 2: id 'a' stands twice"),
         ("", "no item in it"),
     ],

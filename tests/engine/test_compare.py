@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from guarded import KVGUARD, SMALL, engine_environment
 from kvguard.compare.models import AGAIN, REFERENCE, WEAK, ArmFile
 from kvguard.compare.outcome import ArmResult, Outcome
 from kvguard.compare.results import read_arm
+from kvguard.record.statement import Statement
 from kvguard.record.store import read_record
 from kvguard.vocabulary import ExitCode
 
@@ -80,6 +82,16 @@ def test_bytes_and_tokens_are_measured(outcome: Outcome) -> None:
     assert eight.capacity.ratio == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(("name", "width"), [("16bit", 2), ("fp8_e4m3", 1)])
+def test_bytes_and_tokens_are_those_of_the_tensors(outcome: Outcome, out: Path, name: str, width: int) -> None:
+    """Each layer's tensor has blocks × heads × 128 tokens × keys and values; nothing is taken from what was asked for."""
+    shapes = [layer["shape"] for layer in Statement.model_validate(read_arm(out / f"arms/{name}.json").record).layers]
+    capacity = arm_of(outcome, name).capacity
+    assert len(shapes) == 30
+    assert sum(math.prod(shape) * width for shape in shapes) == capacity.kv_bytes
+    assert {shape[0] * 128 for shape in shapes} == {capacity.kv_tokens}
+
+
 def test_the_verdict_is_no_accident(outcome: Outcome) -> None:
     """Five items tell nothing, and no weak loss would be seen on them."""
     eight = arm_of(outcome, "fp8_e4m3")
@@ -136,6 +148,35 @@ def test_arms_can_be_reported_from_their_files(out: Path, outcome: Outcome, tmp_
     assert done.returncode == ExitCode.POLICY_VIOLATION
     found = json.loads(done.stdout)
     assert [one["verdict"] for one in found["arms"]] == [one.verdict for one in outcome.arms]
+
+
+FORCING = """\
+import sys
+
+if __name__ == "__main__":
+    sys.argv = ["auto" if before == "--kv-cache-dtype" else word for before, word in zip([""] + sys.argv, sys.argv)]
+    from vllm.entrypoints.cli.main import main
+
+    sys.exit(main())
+"""
+"""An engine as 0.15 to 0.21 are: a checkpoint's scheme makes the cache FP8, whatever the command asks for."""
+
+
+def test_two_arms_secretly_equal_are_refused(
+    variant: Callable[[str], Path], engine_bin: Path, engine_python: Path, tmp_path: Path
+) -> None:
+    """The 16-bit arm runs FP8 too, by its tensors: refused before it is asked anything."""
+    vllm = tmp_path / "vllm"
+    vllm.write_text(f"#!{engine_python}\n{FORCING}")
+    vllm.chmod(0o755)
+    done = run(command(variant("kv_scheme_scales"), vllm, tmp_path / "out", *LITTLE))
+    assert done.returncode == ExitCode.POLICY_VIOLATION, done.stderr[-3000:]
+    told = done.stderr.strip().splitlines()[-1]
+    assert told.startswith("kvguard: arm 16bit: ")
+    assert "fp8_e4m3" in told
+    assert not (tmp_path / "out/arms").exists()
+    record = read_record(next((tmp_path / "out/records").glob("*.json")))
+    assert record["predicate"]["verdict"] == "refuse"
 
 
 # --- in full ---
