@@ -27,7 +27,7 @@ LABEL org.opencontainers.image.title="kvguard" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=build /opt/kvguard /opt/kvguard
-ENV HOME=/tmp XDG_STATE_HOME=/var/lib/kvguard PYTHONDONTWRITEBYTECODE=1
+ENV HOME=/tmp XDG_CACHE_HOME=/tmp/cache XDG_STATE_HOME=/tmp/state PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 WORKDIR /tmp
 EXPOSE 9464

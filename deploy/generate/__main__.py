@@ -11,7 +11,7 @@ from pathlib import Path
 
 from chart_readme import chart_readme
 from chart_schema import chart_schema
-from chart_values import read_values
+from chart_values import needed, read_values
 from dashboards import DASHBOARDS, UnknownMetric, render
 from metric_names import defined, recorded, rules, undefined
 from rule_tests import rule_tests
@@ -33,6 +33,7 @@ def generated() -> dict[Path, str]:
     files = {
         _CHART / "values.schema.json": json.dumps(chart_schema(values, alerts), indent=1) + "\n",
         _CHART / "README.md": chart_readme(values),
+        _CHART / "files" / "keys.txt": "".join(f"{name}\n" for name in needed(values)),
         # A chart can only hold files of its own.
         _CHART / "files" / "rules.yaml": _RULES.read_text("utf-8"),
         _CHART / "files" / "admission.yaml": (_DEPLOY / "admission" / "validating-admission-policy.yaml").read_text("utf-8"),

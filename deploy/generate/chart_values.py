@@ -41,6 +41,11 @@ def leaves(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return tuple(leaf for entry in entries for leaf in (leaves(entry.below) or (entry,)))
 
 
+def needed(entries: tuple[Entry, ...]) -> tuple[str, ...]:
+    """Sections, and keys whose default says something: templates read them. Any other may be null, which is no key to Helm."""
+    return tuple(name for entry in entries if entry.below or entry.default for name in (entry.name, *needed(entry.below)))
+
+
 def _entries(node: yaml.MappingNode, path: tuple[str, ...], lines: list[str]) -> tuple[Entry, ...]:
     return tuple(_entry(key, value, path, lines) for key, value in node.value)
 

@@ -140,7 +140,8 @@ FLEET = Dashboard(
         ),
         Panel(
             "Silent engines",
-            "1 where the last canary, sent after five minutes without a token, was not answered.",
+            "1 where the last canary, sent after five minutes without a token, was not answered;"
+            " empty until an engine has been silent for five minutes.",
             (Query("max by (pod) (kvguard_canary_unanswered{HERE})"),),
         ),
         Panel(
@@ -186,7 +187,7 @@ MEMORY = Dashboard(
         ),
         Panel(
             "Batch",
-            "Requests in the batch, waiting, and the most a batch takes.",
+            "Requests in the batch, waiting, and the most a batch takes, which is not known where kvguard is attached.",
             (
                 Query("kvguard_batch_running_requests{HERE}", "{{pod}} running"),
                 Query("kvguard_batch_waiting_requests{HERE}", "{{pod}} waiting"),
@@ -195,7 +196,7 @@ MEMORY = Dashboard(
         ),
         Panel(
             "Batch occupancy",
-            "Running requests divided by the limit.",
+            "Running requests divided by the limit; empty where kvguard is attached, which does not know the limit.",
             (Query("kvguard_batch_occupancy_ratio{HERE}"),),
             unit="percentunit",
         ),
@@ -450,7 +451,7 @@ PROXY = Dashboard(
             "Share of requests that ended with an error of the engine's connection.",
             (
                 Query(
-                    'sum(rate(kvguard_proxy_requests_total{HERE, outcome="upstream_error"}[$__rate_interval]))'
+                    '(sum(rate(kvguard_proxy_requests_total{HERE, outcome="upstream_error"}[$__rate_interval])) or vector(0))'
                     " / sum(rate(kvguard_proxy_requests_total{HERE}[$__rate_interval]))",
                     "broken",
                 ),

@@ -366,6 +366,18 @@ CASES = (
         (("10m", [_page("KvguardTooFewServing", "")]),),
     ),
     Case(
+        "one missed scrape of a refused replica does not hold up the page",
+        _replica("a")
+        + [one for one in _refused("b") if "kvguard_state" not in one[0] and "build_info" not in one[0]]
+        + [
+            _series("kvguard_build_info", "b", 'version="0.1.0"', "1x4 stale 1x600"),
+            _series("kvguard_state", "b", 'state="refused"', "1x4 stale 1x600"),
+            _series("kvguard_state", "b", 'state="serving"', "0x4 stale 0x600"),
+        ]
+        + _refused("c", build="1x600"),
+        (("7m", [_page("KvguardTooFewServing", "")]),),
+    ),
+    Case(
         "one refused replica of three is a ticket, and does not page",
         _replica("a") + _replica("b") + _refused("c"),
         (("10m", _NONE), ("1h", [_alert("KvguardReplicaRefused", "c")])),
@@ -462,6 +474,25 @@ CASES = (
             ("10m", _NONE),
             ("20m", [_page("KvguardEngineHangs")]),
         ),
+    ),
+    Case(
+        "an engine that does not even say its metrics hangs when it leaves the canary unanswered",
+        _replica(gen="0+600x20 stale", prompt="0+900x20 stale", canary=_canary("_x26 1x600")),
+        (
+            ("25m", _NONE),
+            ("45m", [_page("KvguardEngineHangs"), _absent("vllm:generation_tokens_total")]),
+        ),
+    ),
+    Case(
+        "an engine that went away after a canary was unanswered, and loads again, does not hang",
+        _replica(
+            gen="600x20 stale",
+            prompt="900x20 stale",
+            inflight="0x600",
+            canary=_canary("_x18 1x600"),
+            states={"serving": "1x20 0x600", "starting": "0x20 1x600"},
+        ),
+        (("40m", _NONE),),
     ),
     Case(
         "requests that never end do not hang an engine that answers the canary",

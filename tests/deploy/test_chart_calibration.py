@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import select
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -91,6 +93,67 @@ def test_a_job_measures_once(tmp_path):
         said.append(done.stdout)
     assert said[0] == "measured\n"
     assert "there already" in said[1]
+
+
+def test_several_measure_once(tmp_path):
+    """Replicas that measure for themselves: the first to lock does, also as the command it becomes; the others wait."""
+    script = (CHART / "files" / "once.py").read_text("utf-8")
+    scales, go = tmp_path / "v1", tmp_path / "go"
+    measure = (
+        "import os, sys, time\n"
+        "while not os.path.exists(sys.argv[2]): time.sleep(0.01)\n"
+        "os.mkdir(sys.argv[1]); print('measured')"
+    )
+    command = [sys.executable, "-c", script, str(scales), sys.executable, "-c", measure, str(scales), str(go)]
+    several = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    waiting = [process.stdout for process in several if process.stdout]
+    ready: set[int] = set()
+    deadline = time.monotonic() + 120
+    while len(ready) < 2 and time.monotonic() < deadline:  # two say that they wait, and the third says nothing
+        ready |= {stream.fileno() for stream in select.select(waiting, [], [], 1)[0]}
+    go.touch()
+    said = sorted(process.communicate(timeout=120)[0] for process in several)
+    assert [process.returncode for process in several] == [0, 0, 0]
+    assert sum("measured\n" in text for text in said) == 1
+    assert sum("another one measures" in text and "there already" in text for text in said) == 2
+
+
+def test_a_claim_that_cannot_be_written_is_named(tmp_path):
+    script = (CHART / "files" / "once.py").read_text("utf-8")
+    command = [sys.executable, "-c", script, str(tmp_path / "none" / "v1"), "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot write there (No such file or directory); look at the claim" in done.stderr
+
+
+def test_replicas_that_measure_for_themselves_need_no_gpu_more():
+    manifests = with_least(merged(VALUES, {"calibration": {"by": "replica"}}))
+    assert not of(manifests, "Job")
+    spec = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    measuring, serving = container(spec, "calibrate"), container(spec)
+    job = container(one(with_least(VALUES), "Job")["spec"]["template"]["spec"], "calibrate")
+    assert {name: measuring[name] for name in ("command", "args", "resources", "env")} == {
+        name: job[name] for name in ("command", "args", "resources", "env")
+    }
+    # Init containers run before the others: the pod asks for the larger of both, which is what it serves with.
+    assert measuring["resources"]["limits"] == serving["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    assert [item["name"] for item in spec["initContainers"]] == ["kvguard", "model", "calibrate"]
+    assert serving["args"][serving["args"].index("--scales") + 1] == measuring["command"][3]
+    (claim,) = [volume["persistentVolumeClaim"] for volume in spec["volumes"] if volume["name"] == "scales"]
+    assert claim == {"claimName": "scales"}, "writable in the pod"
+    assert {"name": "scales", "mountPath": "/scales", "readOnly": True} in serving["volumeMounts"]
+
+
+def test_who_measures_has_the_users_volumes():
+    extra = {
+        "volumes": [{"name": "plugins", "emptyDir": {}}],
+        "volumeMounts": [{"name": "plugins", "mountPath": "/plugins"}],
+        "envFrom": [{"secretRef": {"name": "s"}}],
+    }
+    job = one(with_least(merged(VALUES, extra)), "Job")["spec"]["template"]["spec"]
+    assert extra["volumes"][0] in job["volumes"]
+    assert extra["volumeMounts"][0] in container(job, "calibrate")["volumeMounts"]
+    assert container(job, "calibrate")["envFrom"] == extra["envFrom"]
 
 
 def test_a_jobs_own_failure_is_the_jobs(tmp_path):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from charts import CHART, LEAST, container, environment, helm, merged, one, rejected, render, with_least
+from charts import CHART, LEAST, container, environment, helm, merged, one, pod_specs, rejected, render, with_least
 
 from kvguard.cli.main import app
 from kvguard.engine.command import parse_command, split_words
+from kvguard.vocabulary import UsageError
 
 
 def deployment(values: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def test_model_and_policy_are_enough():
     assert engine["command"] == ["python3", "-I", "-S", "/opt/kvguard"]
     before, after = engine["args"][: engine["args"].index("--")], engine["args"][engine["args"].index("--") + 1 :]
     assert before[:3] == ["serve", "--policy", "/etc/kvguard/policy.yaml"]
-    assert after == ["vllm", "serve", "Qwen/Qwen3-8B", "--port", "8000"]
+    assert after == ["vllm", "serve", "Qwen/Qwen3-8B", "--host", "0.0.0.0", "--port", "8000"]
     assert engine["image"] == "vllm/vllm-openai:v0.32.0"
     assert engine["resources"]["limits"] == {"nvidia.com/gpu": "1"}
 
@@ -132,7 +135,7 @@ def test_a_new_policy_rolls_the_pods_and_nothing_else_does():
 def test_kvguard_is_copied_in_or_built_in():
     copied = spec({})
     assert container(copied, "kvguard")["image"] == "kvguard:0.1.0"
-    assert container(copied, "kvguard")["command"] == ["cp", "-R", "/opt/kvguard/.", "/target"]
+    assert container(copied, "kvguard")["command"] == ["cp", "-Rf", "/opt/kvguard/.", "/target"]
     mounts = {mount["mountPath"]: mount for mount in container(copied)["volumeMounts"]}
     assert mounts["/opt/kvguard"]["readOnly"] is True
     built = spec({"kvguard": {"delivery": "builtin"}})
@@ -283,6 +286,53 @@ def test_an_autoscaler_owns_the_number_of_replicas():
     assert one(render(keda, apis=()), "Deployment", "rel-kvguard")["spec"]["replicas"] == 2
 
 
+@pytest.mark.parametrize("mode", ["wrapper", "sidecar"])
+def test_both_ports_listen_where_the_value_says(mode):
+    """The management port follows the API's host; an engine beside kvguard stays on the loopback, which every pod has."""
+    for host in ("0.0.0.0", "::"):
+        found = spec({"mode": mode, "listenHost": host})
+        facing = container(found, "kvguard" if mode == "sidecar" else "vllm")
+        assert option(facing["args"], "--host") == host
+        assert "--management-host" not in facing["args"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert facing[probe]["httpGet"].keys() == {"path", "port"}, "the kubelet asks the pod's own address"
+        if mode == "sidecar":
+            assert option(container(found, "vllm")["command"], "--host") == "127.0.0.1"
+
+
+def test_two_colons_are_both_families():
+    """Both of kvguard's ports are bound by this function, in both modes."""
+    from kvguard.proxy.server import bind
+
+    if not Path("/proc/net/if_inet6").is_file():
+        with pytest.raises(UsageError, match="Address family"):
+            bind("::", 0)
+        pytest.skip("this machine's kernel has no IPv6")
+    with bind("::", 0) as listener:
+        listener.listen()
+        for address in ("127.0.0.1", "::1"):
+            with socket.create_connection((address, listener.getsockname()[1]), timeout=60):
+                pass
+    with bind("0.0.0.0", 0) as narrow:
+        assert narrow.family is socket.AF_INET
+
+
+@pytest.mark.parametrize("mode", ["wrapper", "sidecar"])
+def test_a_quota_on_requests_and_limits_admits_every_container(mode):
+    """Init containers and the pod of `helm test` too; the engine's own limits are the user's to choose."""
+    engine = {"resources": {"requests": {"cpu": "4", "memory": "32Gi"}, "limits": {"cpu": "8", "memory": "64Gi"}}}
+    guard = {"resources": {"limits": {"cpu": "2"}}}
+    calibrated = merged(CALIBRATED, {"policy": RUNTIME}) if mode == "wrapper" else {}
+    values = merged({"mode": mode, "engine": engine, "sidecar": guard, "model": {"cache": {"claim": "m"}}}, calibrated)
+    seen = 0
+    for where, found in pod_specs(with_least(values)):
+        for one_ in [*found["containers"], *found.get("initContainers", [])]:
+            for kind in ("requests", "limits"):
+                assert {"cpu", "memory"} <= one_["resources"][kind].keys(), (where, one_["name"], kind)
+            seen += 1
+    assert seen >= 4
+
+
 def test_service_variables_never_reach_vllm():
     assert spec({})["enableServiceLinks"] is False
 
@@ -325,6 +375,11 @@ WRONG = [
     ({"autoscaling": {"kind": "keda"}}, "autoscaling.prometheus: required"),
     ({"autoscaling": {"kind": "keda", "prometheus": "http://p"}}, "monitor.kind"),
     ({"engine": {"args": ["--port", "1"]}}, "engine.args: --port is set by the chart"),
+    ({"service": {"ipFamilies": ["IPv6"]}}, "listenHost: service.ipFamilies has IPv6"),
+    ({"service": {"ipFamilies": ["IPv5"]}}, "ipFamilies"),
+    ({"listenHost": "10.0.0.1"}, "listenHost"),
+    ({"calibration": {"by": "pod"}}, "/calibration/by"),
+    ({"startup": {"timeout": 1e9}}, "/startup/timeout"),
     ({"engine": {"args": ["--host=::"]}}, "engine.args: --host is set by the chart"),
     ({"engine": {"args": ["--kv-cache-dtype", "fp8"]}, "shadow": {"mode": "reference"}}, "leave the KV cache to policy"),
     ({"calibration": {"enabled": True}}, "calibration.claim: required"),

@@ -39,6 +39,9 @@ def test_it_warns_of_what_the_cluster_may_lack():
     assert "image volumes need Kubernetes 1.35, or 1.33 with" in notes(merged(LEAST, image))
     calibrated = {"engine": {"gpus": 2}, "model": {"cache": {"claim": "c"}}, "calibration": {"enabled": True, "claim": "c"}}
     assert "the Job needs 2 GPU(s) of its own" in notes(merged(LEAST, calibrated))
+    itself = merged(calibrated, {"calibration": {"by": "replica"}})
+    assert "the first pod that finds no scales measures them" in notes(merged(LEAST, itself))
+    assert "of its own" not in notes(merged(LEAST, itself))
     for word in ("image volumes", "of its own", "networkPolicy.monitoring"):
         assert word not in notes(LEAST)
     closed = {"networkPolicy": {"enabled": True, "clients": [{"podSelector": {}}]}}

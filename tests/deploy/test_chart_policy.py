@@ -52,6 +52,19 @@ def test_the_reference_runs_16_bit():
     assert "reference.yaml" not in one(with_least({}), "ConfigMap", "rel-kvguard-policy")["data"]
 
 
+def test_a_policy_rolls_the_pods_that_it_is_for_and_no_others():
+    def stamps(policy: dict[str, Any]) -> list[str]:
+        manifests = with_least({"policy": policy, "shadow": {"mode": "reference"}})
+        return [
+            one(manifests, "Deployment", name)["spec"]["template"]["metadata"]["annotations"]["kvguard.dev/policy-checksum"]
+            for name in ("rel-kvguard", "rel-kvguard-reference")
+        ]
+
+    before, after = stamps({}), stamps({"kv_cache": {"dtype": "fp8"}})
+    assert before[0] != after[0]
+    assert before[1] == after[1], "the reference's own policy is the same"
+
+
 def test_the_schema_is_kvguards_own_and_adds_to_it():
     """Every key of the models is in the chart with the same description, so that neither can move alone."""
     own, chart = policy_schema(), SCHEMA["definitions"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from charts import one, with_least
+from charts import of, one, with_least
 
 
 def test_clients_get_the_api_port_of_ready_pods():
@@ -21,6 +21,15 @@ def test_management_reaches_refused_pods_too():
     assert spec["clusterIP"] == "None"
     assert spec["publishNotReadyAddresses"] is True
     assert {"name": "management", "port": 9999, "targetPort": "management"} in spec["ports"]
+
+
+def test_families_are_the_clusters_or_the_same_for_all():
+    assert not [one for one in of(with_least({}), "Service") if {"ipFamilies", "ipFamilyPolicy"} & one["spec"].keys()]
+    dual = {"ipFamilyPolicy": "PreferDualStack", "ipFamilies": ["IPv6", "IPv4"]}
+    services = of(with_least({"listenHost": "::", "service": dual, "shadow": {"mode": "reference"}}), "Service")
+    assert len(services) == 3
+    for service in services:
+        assert {name: service["spec"][name] for name in dual} == dual
 
 
 def test_names_follow_release_and_overrides():

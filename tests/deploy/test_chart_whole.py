@@ -141,6 +141,8 @@ def test_every_value_is_used():
         "engine.resources",
         "engine.apiKeySecret",
         "sidecar.resources",
+        "helperResources",
+        "model.downloadResources",
         "policy",
         "rules.alerts",
         "dashboards.labels",

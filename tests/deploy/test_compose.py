@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import subprocess
 from typing import Any
 
+import jsonschema
+import pytest
 import yaml
 from charts import ROOT, tool
+from toolbox import REQUIRED, node_modules
 
 from kvguard.policy.parse import load_policy
 
@@ -31,6 +36,40 @@ def test_what_is_mounted_is_there():
     assert len(local) >= 6
     for source, _ in local:
         assert (DEPLOY / source).exists(), source
+
+
+def specification() -> jsonschema.Draft7Validator:
+    """The Compose Specification's own schema."""
+    folder = node_modules()
+    if folder is None:
+        reason = "the compose schema is not on this machine: make tools"
+        pytest.fail(reason) if REQUIRED else pytest.skip(reason)
+    return jsonschema.Draft7Validator(json.loads((folder / "dclint/schemas/compose.schema.json").read_text("utf-8")))
+
+
+def test_it_follows_the_specification():
+    validator = specification()
+    assert [error.message for error in validator.iter_errors(COMPOSE)] == []
+    wrong = copy.deepcopy(COMPOSE)
+    wrong["services"]["kvguard"]["stop_grace"] = "30s"
+    assert not validator.is_valid(wrong), "the specification can refuse"
+
+
+def test_services_that_are_named_exist_and_volumes_are_declared():
+    for name, source, _ in mounts():
+        if not source.startswith((".", "$")):
+            assert source in COMPOSE["volumes"], name
+    ports = [port.rsplit(":", 2)[1] for service in SERVICES.values() for port in service.get("ports", [])]
+    assert len(ports) == len(set(ports)) == 5
+
+
+def test_everybody_may_read_what_is_mounted():
+    """kvguard, Prometheus and Grafana each run as a user of their own image."""
+    for _, source, _ in mounts():
+        if source.startswith("./"):
+            place = DEPLOY / source
+            for path in [place, *place.rglob("*")]:
+                assert path.stat().st_mode & 0o004, f"{path} is not readable by all"
 
 
 def test_only_this_machine_can_reach_it():
@@ -78,6 +117,12 @@ def test_alertmanager_takes_its_configuration():
     file = DEPLOY / "compose" / "alertmanager.yaml"
     done = subprocess.run([str(tool("amtool")), "check-config", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_ticket_mutes_a_page():
+    config = yaml.safe_load((DEPLOY / "compose" / "alertmanager.yaml").read_text("utf-8"))
+    for rule in config["inhibit_rules"]:
+        assert 'severity!="critical"' in rule["target_matchers"]
 
 
 def test_grafana_finds_data_source_and_dashboards():

@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from charts import ROOT, tool
+from panels import MAY_BE_EMPTY, all_find, queries
+from probed import probed
+from prometheus_client import CollectorRegistry, start_http_server
+from watching import watched
+
+from fake_engine import Faulty
+from kvguard.telemetry.shadow_metrics import ShadowCollector
 
 FILES = sorted((ROOT / "deploy" / "grafana").glob("*.json"))
 
@@ -99,3 +109,49 @@ def test_prometheus_reads_every_query(tmp_path):
         [str(tool("promtool")), "check", "rules", str(file)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+RECORDED = Path(__file__).with_name("vllm-0.32.0.metrics").read_bytes()
+"""Of /metrics of vLLM 0.32.0 on a CPU, as it answered: figures that the engine in miniature does not have."""
+NOT_COUNTED = "Preemptions"
+"""The panel of kvguard's copy of a figure that the engine in miniature does not count."""
+
+
+class _Recorded(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/plain; version=0.0.4")
+        self.send_header("content-length", str(len(RECORDED)))
+        self.end_headers()
+        self.wfile.write(RECORDED)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_every_query_finds_what_kvguard_exports(tmp_path):
+    """A real Prometheus over a `kvguard serve` of an engine in miniature, a real engine's page, and the probes' collector."""
+    probes = CollectorRegistry()
+    probes.register(ShadowCollector(probed))
+    server, thread = start_http_server(0, "127.0.0.1", probes)
+    recorded = ThreadingHTTPServer(("127.0.0.1", 0), _Recorded)
+    recording = threading.Thread(target=recorded.serve_forever, daemon=True)
+    recording.start()
+    served = Faulty(tmp_path)
+    try:
+        served.wait_ready()
+        ports = (served.management_port, served.port, server.server_port, recorded.server_port)
+        with watched(tmp_path, *(f"127.0.0.1:{port}" for port in ports)) as watch:
+            asked = [one for one in queries() if one.panel != NOT_COUNTED]
+            assert len(asked) > 55
+            all_find(watch, asked, lambda: served.chat("a"), 300)
+    finally:
+        served.close()
+        for one, its in ((server, thread), (recorded, recording)):
+            one.shutdown()
+            one.server_close()
+            its.join()
+
+
+def test_a_panel_that_may_be_empty_says_when():
+    for title, words in MAY_BE_EMPTY.items():
+        assert any(one.panel == title and words in one.about for one in queries()), title

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -61,28 +63,79 @@ def test_the_context_holds_what_is_copied_and_no_more():
     assert all((ROOT / name).exists() for name in kept)
 
 
+class Replayed:
+    """The Dockerfile's build stage, step by step, in a folder in place of an image's root, with this interpreter as python3."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.at = root, root
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_CONSTRAINT")}
+        self.ran = 0
+
+    def inside(self, path: str) -> Path:
+        """A path of the image."""
+        return self.root / path.lstrip("/") if path.startswith("/") else self.at / path
+
+    def step(self, name: str, rest: str) -> None:
+        match name:
+            case "ENV":
+                for key, value in (word.split("=", 1) for word in rest.split()):
+                    self.env[key] = str(self.inside(value)) if value.startswith("/") else value
+            case "WORKDIR":
+                self.at = self.inside(rest)
+                self.at.mkdir(parents=True)
+            case "COPY":
+                *sources, target = rest.split()
+                for source in sources:
+                    place = self.inside(target) / (source if target.endswith("/") else "")
+                    if (ROOT / source).is_dir():
+                        shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+                    else:
+                        shutil.copyfile(ROOT / source, place)
+            case "RUN":
+                program, *words = json.loads(rest)
+                assert program == "python3"
+                command = [sys.executable, *(str(self.inside(word)) if word.startswith("/") else word for word in words)]
+                # One version is enough here: the others differ in the wheels that are fetched.
+                command += [VERSION] if words[0].endswith("build_tree.py") else []
+                done = subprocess.run(
+                    command, cwd=self.at, env=self.env, capture_output=True, text=True, timeout=600, check=False
+                )
+                if done.returncode != 0:
+                    reason = f"pip cannot fetch the packages here: {done.stderr.strip().splitlines()[-1]}"
+                    pytest.fail(done.stderr) if REQUIRED else pytest.skip(reason)
+                self.ran += 1
+            case "ARG":
+                pass
+            case _:
+                pytest.fail(f"{name} {rest}: a step that is not replayed")
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """/opt/kvguard for this interpreter's version, built as the Dockerfile builds it."""
-    folder = tmp_path_factory.mktemp("image")
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    commands = (
-        [sys.executable, "-m", "pip", "wheel", *quiet, "--wheel-dir", str(folder / "wheels"), str(ROOT)],
-        [
-            sys.executable,
-            str(IMAGE / "build_tree.py"),
-            str(folder / "wheels"),
-            str(ROOT / "constraints.txt"),
-            str(folder / "tree"),
-            VERSION,
-        ],
-    )
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode != 0:
-            reason = f"pip cannot fetch the packages here: {done.stderr.strip().splitlines()[-1]}"
-            pytest.fail(done.stderr) if REQUIRED else pytest.skip(reason)
-    return folder / "tree"
+    """/opt/kvguard for this interpreter's version, built by the Dockerfile's own steps."""
+    replayed = Replayed(tmp_path_factory.mktemp("image"))
+    for line in stages()["build"].strip().splitlines():
+        if line and not line.startswith("#"):
+            name, _, rest = line.partition(" ")
+            replayed.step(name, rest)
+    assert replayed.ran == 2
+    built = replayed.inside("/opt/kvguard")
+    # What the two images take from it.
+    for name in ("kvguard", "engine"):
+        assert "COPY --from=build /opt/kvguard /opt/kvguard" in stages()[name]
+        entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", stages()[name], re.MULTILINE)[1])  # type: ignore[index]
+        health = json.loads(re.search(r"CMD (\[.*health.*\])$", stages()[name], re.MULTILINE)[1])  # type: ignore[index]
+        assert all(replayed.inside(command[-1]).exists() for command in (entry, health))
+    return built
+
+
+@pytest.mark.parametrize("name", ["kvguard", "engine"])
+def test_what_an_image_writes_to_is_under_tmp(name):
+    """The root file system may be read-only, and this user owns nothing else."""
+    (environment,) = re.findall(r"^ENV (.*)$", stages()[name], re.MULTILINE)
+    places = dict(word.split("=", 1) for word in environment.split())
+    for variable in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        assert places[variable].startswith("/tmp"), variable
 
 
 def run(tree: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

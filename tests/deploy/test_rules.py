@@ -61,6 +61,57 @@ def test_each_alert_has_its_runbook(rule):
     assert [title for title, _ in sections] == ["Meaning", "Impact", "What to look at", "What to do", "How to confirm"]
 
 
+RUNBOOKS = {rule["alert"]: (ROOT / rule["annotations"]["runbook_url"]).read_text("utf-8") for rule in ALERTS}
+
+
+@pytest.mark.parametrize("alert", RUNBOOKS)
+def test_commands_in_runbooks_work_as_written(alert):
+    """kubectl says where; kvguard's commands and options are kvguard's; pages are ones that kvguard serves."""
+    import typer
+
+    from kvguard.cli.main import app
+
+    spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", RUNBOOKS[alert])]
+    for span in spans:
+        words = span.split()
+        if words[0] in {"kubectl", "helm"} and len(words) > 1:
+            assert "--namespace NAMESPACE" in span, span
+        if words[0] == "kvguard" and len(words) > 1:
+            command = typer.main.get_command(app)
+            for word in words[1:]:
+                if word in getattr(command, "commands", {}):
+                    command = command.commands[word]  # type: ignore[attr-defined]
+            known = {name for parameter in command.params for name in parameter.opts}
+            assert command.name == words[1] or command.name == words[2], span
+            assert {word for word in words if word.startswith("--")} <= known, span
+
+
+def test_runbooks_name_pages_and_metrics_that_exist(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "deploy" / "generate"))
+    from metric_names import defined, recorded
+
+    known = defined() | recorded(FOLDER / "rules.yaml")
+    pages = {
+        "livez",
+        "readyz",
+        "metrics",
+        "record",
+        "evidence",
+        "policy",
+        "shadow",
+        "",
+        "sleep",
+        "wake_up",
+        "update_weights",
+        "health",
+    }
+    for alert, text in RUNBOOKS.items():
+        for page in re.findall(r"http://127\.0\.0\.1:9464/(\w*)", text) + re.findall(r"`/(\w+)`", text):
+            assert page in pages, (alert, page)
+        for name in re.findall(r"\b(?:kvguard_(?!replicas)[a-z_]+|vllm:[a-z_]+)\b(?=[`{\[])", text):
+            assert name in known or f"{name}_bucket" in known or f"{name}_sum" in known, (alert, name)
+
+
 def test_no_runbook_without_an_alert():
     names = {f"{rule['alert'].lower()}.md" for rule in ALERTS}
     assert {path.name for path in (ROOT / "deploy" / "runbooks").iterdir()} == names

@@ -50,11 +50,12 @@ PACKAGES = (
         ),
     ),
 )
-# Schemas of kinds that operators bring, as Node packages; each is a folder in the cache.
+# Schemas of kinds that operators bring, and of compose files, as Node packages; each is a folder in the cache.
 NODE_PACKAGES = (
     "@kubernetes-models/prometheus-operator@6.0.0",
     "@kubernetes-models/keda@0.4.2",
     "@kubernetes-models/kyverno@0.3.4",
+    "dclint@3.1.0",
 )
 
 # Debian's Alertmanager reads its templates where only root can put them; a path of equal length is the working directory.
@@ -80,7 +81,9 @@ def find(name: str) -> Path | None:
 def node_modules() -> Path | None:
     """Where the Node packages are; None without them, or without Node."""
     folder = directory() / "node"
-    return folder / "node_modules" if (folder / "complete").is_file() and shutil.which("node") else None
+    done = folder / "complete"
+    complete = done.is_file() and done.read_text("utf-8") == "\n".join(NODE_PACKAGES)
+    return folder / "node_modules" if complete and shutil.which("node") else None
 
 
 def install_node_packages() -> None:
@@ -187,7 +190,7 @@ def main() -> int:
         (", ".join(names), package.name, partial(install, package)) for package in PACKAGES if (names := missing(package))
     ]
     if node_modules() is None:
-        wanted.append(("schemas of operators' kinds", "npm", install_node_packages))
+        wanted.append(("schemas of operators' kinds and of compose files", "npm", install_node_packages))
     failed = False
     for names, source, fetch in wanted:
         try:

@@ -5,25 +5,35 @@
 {{- define "kvguard.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trimSuffix "-" -}}
-{{- else if contains (include "kvguard.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "kvguard.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- $name := .Release.Name -}}
+{{- if not (contains (include "kvguard.name" .) $name) -}}{{- $name = printf "%s-%s" $name (include "kvguard.name" .) -}}{{- end -}}
+{{/* A release may be called qwen2.5, and a Service may not. */}}
+{{- $name | replace "." "-" | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A number as digits: values come as floating point, and a large one would be written 1e+09. */}}
+{{- define "kvguard.number" -}}
+{{- if kindIs "float64" . -}}
+{{- if eq . (floor .) -}}{{- int64 . -}}{{- else -}}{{- . -}}{{- end -}}
+{{- else -}}
+{{- . -}}
 {{- end -}}
 {{- end -}}
 
 {{/* Labels that never change in the life of a release: selectors. Takes {root, component}. */}}
 {{- define "kvguard.selector" -}}
-app.kubernetes.io/name: {{ include "kvguard.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "kvguard.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
 {{- define "kvguard.labels" -}}
 {{ include "kvguard.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | trunc 63 | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" | trimSuffix "_" | trimSuffix "." }}
 {{- end -}}
 
 {{/* A reference to an image: {image, tag}, a digest before a tag. */}}
@@ -31,8 +41,18 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .image.digest -}}
 {{- printf "%s@%s" .image.repository .image.digest -}}
 {{- else -}}
-{{- printf "%s:%s" .image.repository (default .tag .image.tag) -}}
+{{- printf "%s:%s" .image.repository (default (.tag | replace "+" "_") .image.tag) -}}
 {{- end -}}
+{{- end -}}
+
+{{/* IP families, the same for every Service. */}}
+{{- define "kvguard.families" -}}
+{{- with .Values.service.ipFamilyPolicy }}
+ipFamilyPolicy: {{ . }}
+{{- end }}
+{{- with .Values.service.ipFamilies }}
+ipFamilies: {{ toJson . }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvguard.serviceAccount" -}}
@@ -52,8 +72,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* All nodes of all groups. */}}
 {{- define "kvguard.groupSelector" -}}
 matchLabels:
-  app.kubernetes.io/name: {{ include "kvguard.name" . }}
-  app.kubernetes.io/instance: {{ .Release.Name }}
+  app.kubernetes.io/name: {{ include "kvguard.name" . | quote }}
+  app.kubernetes.io/instance: {{ .Release.Name | quote }}
 matchExpressions:
   - {key: app.kubernetes.io/component, operator: In, values: [engine, worker]}
 {{- end -}}
@@ -96,16 +116,23 @@ The folder of calibrated scales: its name, and a digest of what they were measur
 {{- end -}}
 
 {{/*
-How many engines. An autoscaler owns the number; the live one is said again, because a field that is left out after it was there
-is reset to 1. Where there is none to read (an install, `helm template`), nothing is said.
+How many engines. An autoscaler owns the number. It is not said on an install, nor where Helm applies on the server and somebody has
+scaled: there the field stays when Helm lets go of it, and a number that is said would be a conflict after a rollback. Elsewhere the live one
+is said again, because a field that is left out after it was there is reset to 1. `helm template` sees no cluster and says nothing.
 */}}
 {{- define "kvguard.replicas" -}}
 {{- if include "kvguard.isScaled" . -}}
 {{- $target := include "kvguard.target" . | fromYaml -}}
 {{- $live := lookup $target.apiVersion $target.kind .Release.Namespace $target.name -}}
-{{- if and $live (hasKey (get $live "spec" | default dict) "replicas") -}}{{ int $live.spec.replicas }}{{- end -}}
+{{- $applied := false -}}
+{{- $scaled := false -}}
+{{- range dig "metadata" "managedFields" (list) $live -}}
+{{- if eq (get . "operation") "Apply" -}}{{- $applied = true -}}{{- end -}}
+{{- if eq (get . "subresource" | toString) "scale" -}}{{- $scaled = true -}}{{- end -}}
+{{- end -}}
+{{- if and (hasKey (get $live "spec" | default dict) "replicas") (not (and $applied $scaled)) -}}{{ int $live.spec.replicas }}{{- end -}}
 {{- else -}}
-{{ .Values.replicas }}
+{{ include "kvguard.number" .Values.replicas }}
 {{- end -}}
 {{- end -}}
 
@@ -118,6 +145,7 @@ is reset to 1. Where there is none to read (an install, `helm template`), nothin
 {{- define "kvguard.validate" -}}
 {{- $v := .Values -}}
 {{- include "kvguard.validateNames" . -}}
+{{- include "kvguard.validateSelector" . -}}
 {{- include "kvguard.validatePolicy" . -}}
 {{- include "kvguard.validatePod" . -}}
 {{- if eq $v.mode "sidecar" -}}

@@ -64,11 +64,10 @@ capabilities:
 - name: kvguard
   image: {{ include "kvguard.image" (dict "image" .Values.kvguard.image "tag" .Chart.AppVersion) }}
   imagePullPolicy: {{ .Values.kvguard.image.pullPolicy }}
-  command: [cp, -R, /opt/kvguard/., /target]
+  # -f: a container that is run again finds its own files there.
+  command: [cp, -Rf, /opt/kvguard/., /target]
   securityContext: {{- include "kvguard.containerSecurity" . | nindent 4 }}
-  resources:
-    requests: {cpu: 100m, memory: 64Mi}
-    limits: {memory: 256Mi}
+  resources: {{- toYaml .Values.helperResources | nindent 4 }}
   volumeMounts:
     - {name: kvguard, mountPath: /target}
 {{- end }}
@@ -92,12 +91,11 @@ capabilities:
     {{- if .name }}
     - name: HF_TOKEN
       valueFrom:
-        secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+        secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
     {{- end }}
     {{- end }}
   securityContext: {{- include "kvguard.containerSecurity" . | nindent 4 }}
-  resources:
-    requests: {cpu: 500m, memory: 1Gi}
+  resources: {{- toYaml .Values.model.downloadResources | nindent 4 }}
   volumeMounts:
     - {name: model, mountPath: /model}
     - {name: tmp, mountPath: /tmp}
@@ -107,7 +105,7 @@ capabilities:
 {{- define "kvguard.claimOrEmpty" -}}
 {{- if .claim }}
 - name: {{ .name }}
-  persistentVolumeClaim: {claimName: {{ .claim }}}
+  persistentVolumeClaim: {claimName: {{ .claim | quote }}}
 {{- else }}
 - name: {{ .name }}
   emptyDir: {{- if .size }} {sizeLimit: {{ .size }}}{{ else }} {}{{ end }}
@@ -132,7 +130,7 @@ capabilities:
 {{- include "kvguard.claimOrEmpty" (dict "name" "model" "claim" .Values.model.cache.claim "size" .Values.model.cache.size) }}
 {{- else if eq .Values.model.source "pvc" }}
 - name: model
-  persistentVolumeClaim: {claimName: {{ .Values.model.pvc.claim }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .Values.model.pvc.claim | quote }}, readOnly: true}
 {{- else }}
 - name: model
   image: {reference: {{ .Values.model.image.reference | quote }}, pullPolicy: {{ .Values.model.image.pullPolicy }}}
@@ -151,25 +149,25 @@ capabilities:
 {{/* Settings of a pod that every workload shares: {root, component}. */}}
 {{- define "kvguard.podSettings" -}}
 {{- $v := .root.Values -}}
-serviceAccountName: {{ include "kvguard.serviceAccount" .root }}
+serviceAccountName: {{ include "kvguard.serviceAccount" .root | quote }}
 automountServiceAccountToken: false
 # A Service named vllm would set VLLM_PORT for every pod beside it, which vLLM takes for its own setting.
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
-  runAsUser: {{ $v.runAsUser }}
-  runAsGroup: {{ $v.runAsUser }}
-  fsGroup: {{ $v.runAsUser }}
+  runAsUser: {{ include "kvguard.number" $v.runAsUser }}
+  runAsGroup: {{ include "kvguard.number" $v.runAsUser }}
+  fsGroup: {{ include "kvguard.number" $v.runAsUser }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
 {{- with $v.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $v.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with $v.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with $v.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -271,7 +269,7 @@ topologySpreadConstraints:
 {{- if and $.apiKey .name }}
 - name: VLLM_API_KEY
   valueFrom:
-    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -337,7 +335,7 @@ would outlive a restart of its container, and vLLM does not start on a socket th
 {{- $v := .root.Values -}}
 metadata:
   labels:
-    {{- include "kvguard.labels" . | nindent 4 }}
+    {{- include "kvguard.selector" . | nindent 4 }}
     {{- with $v.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -383,6 +381,8 @@ spec:
     - attach
     - --engine
     - http://127.0.0.1:8001
+    - --host
+    - {{ $v.listenHost | quote }}
     {{- include "kvguard.options" . | nindent 4 }}
     {{- with $v.sidecar.kvBytes }}
     - --kv-bytes
@@ -415,14 +415,14 @@ kvguard's options for probes, `policy` the key in the ConfigMap.
 {{- $v := .root.Values -}}
 metadata:
   labels:
-    {{- include "kvguard.labels" . | nindent 4 }}
+    {{- include "kvguard.selector" . | nindent 4 }}
     {{- with $v.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
     kubectl.kubernetes.io/default-container: {{ ternary "kvguard" "vllm" (eq $v.mode "sidecar") }}
-    # A new policy rolls the pods: it is judged when an engine starts.
-    kvguard.dev/policy-checksum: {{ include (print $root.Template.BasePath "/policy.yaml") $root | sha256sum }}
+    # A new policy rolls the pods that it is for: it is judged when an engine starts. A new chart alone does not.
+    kvguard.dev/policy-checksum: {{ get (include "kvguard.policies" $root | fromYaml) .policy | sha256sum }}
     {{- with $v.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -432,7 +432,7 @@ spec:
   terminationGracePeriodSeconds: {{ add (int $v.drain.preStop) (int $v.drain.grace) (ternary 20 5 (eq $v.mode "sidecar")) }}
   {{- $before := include "kvguard.initContainers" $root }}
   {{- if and .scales $v.calibration.enabled }}
-  {{- $before = printf "%s\n%s" $before (include "kvguard.waitForScales" $root) }}
+  {{- $before = printf "%s\n%s" $before (include (ternary "kvguard.measure" "kvguard.waitForScales" (eq $v.calibration.by "replica")) $root) }}
   {{- end }}
   {{- if eq $v.mode "sidecar" }}
   {{- $before = printf "%s\n%s" $before (include "kvguard.engineSidecar" .) }}
@@ -466,7 +466,7 @@ spec:
         - {{ . | quote }}
         {{- end }}
         - --
-        {{- include "kvguard.vllm" (merge (dict "listen" (list "--port" "8000")) .) | nindent 8 }}
+        {{- include "kvguard.vllm" (merge (dict "listen" (list "--host" $v.listenHost "--port" "8000")) .) | nindent 8 }}
       env: {{- include "kvguard.variables" (dict "root" $root "own" (printf "%s\n%s" (include "kvguard.environment" $root) (include "kvguard.apiKey" .))) | nindent 8 }}
       {{- with $v.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
@@ -498,7 +498,7 @@ spec:
     {{- end }}
     {{- if and .scales $v.calibration.enabled }}
     - name: scales
-      persistentVolumeClaim: {claimName: {{ $v.calibration.claim }}, readOnly: true}
+      persistentVolumeClaim: {claimName: {{ $v.calibration.claim | quote }}{{ if eq $v.calibration.by "job" }}, readOnly: true{{ end }}}
     {{- end }}
     {{- with $v.volumes }}
     {{- toYaml . | nindent 4 }}
@@ -517,9 +517,7 @@ spec:
     - {{ include "kvguard.scales" . }}
     - {{ .Values.startup.timeout | quote }}
   securityContext: {{- include "kvguard.containerSecurity" . | nindent 4 }}
-  resources:
-    requests: {cpu: 10m, memory: 32Mi}
-    limits: {memory: 128Mi}
+  resources: {{- toYaml .Values.helperResources | nindent 4 }}
   volumeMounts:
     - {name: scales, mountPath: /scales, readOnly: true}
 {{- end -}}

@@ -1,9 +1,47 @@
+{{/*
+`helm upgrade --reuse-values` takes the values of the release's chart in place of this one's defaults, and keys that are new here are missing.
+Looked for before anything reads them: Helm renders the deepest template first, which includes this.
+*/}}
+{{- define "kvguard.validateKeys" -}}
+{{- $values := .Values -}}
+{{- range $path := .Files.Lines "files/keys.txt" -}}
+{{- if $path -}}
+{{- $at := $values -}}
+{{- $there := true -}}
+{{- range $key := splitList "." $path -}}
+{{- if and $there (kindIs "map" $at) (hasKey $at $key) -}}{{- $at = get $at $key -}}{{- else -}}{{- $there = false -}}{{- end -}}
+{{- end -}}
+{{- if not $there -}}
+{{- fail (printf "%s: missing among the values, and this chart has a default for it; with `helm upgrade`, say --reset-then-reuse-values in place of --reuse-values" $path) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a live Deployment cannot be changed to. */}}
+{{- define "kvguard.validateSelector" -}}
+{{- if not (include "kvguard.isGroup" .) -}}
+{{- $name := include "kvguard.fullname" . -}}
+{{- $live := lookup "apps/v1" "Deployment" .Release.Namespace $name -}}
+{{- if $live -}}
+{{- $found := $live.spec.selector.matchLabels -}}
+{{- $wanted := include "kvguard.selector" (dict "root" . "component" "engine") | fromYaml -}}
+{{- if ne (toJson $found) (toJson $wanted) -}}
+{{- fail (printf "nameOverride: the Deployment %s selects pods by %s, which cannot be changed to %s; keep nameOverride as it was, or `kubectl delete deployment %s` before the upgrade, which stops its engines" $name (toJson $found) (toJson $wanted) $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Names that become names of Services and accounts. */}}
 {{- define "kvguard.validateNames" -}}
 {{- $v := .Values -}}
 {{- $name := include "kvguard.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
 {{- fail (printf "fullnameOverride: Services would be called %q; a letter, then lower-case letters, digits and hyphens (from fullnameOverride, or the release's name %q and nameOverride)" $name .Release.Name) -}}
+{{- end -}}
+{{- if has $name (list "true" "false" "yes" "no" "on" "off" "y" "n" "null") -}}
+{{- fail (printf "fullnameOverride: %q is a word of YAML's own; choose another name" $name) -}}
 {{- end -}}
 {{- with $v.nameOverride -}}
 {{- if not (regexMatch "^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$" .) -}}
@@ -53,6 +91,9 @@
 {{/* What would stand twice in one pod. */}}
 {{- define "kvguard.validatePod" -}}
 {{- $v := .Values -}}
+{{- if and (has "IPv6" $v.service.ipFamilies) (ne $v.listenHost "::") -}}
+{{- fail (printf "listenHost: service.ipFamilies has IPv6, and on %s kvguard listens on IPv4 only; set listenHost to ::" $v.listenHost) -}}
+{{- end -}}
 {{- $ports := dict "8000" "the API" -}}
 {{- if eq $v.mode "sidecar" -}}{{- $_ := set $ports "8001" "the engine beside kvguard" -}}{{- end -}}
 {{- with get $ports (toString (int $v.management.port)) -}}
@@ -64,7 +105,7 @@
 {{- fail (printf "multiNode.masterPort: %d is the port of %s" (int $v.multiNode.masterPort) .) -}}
 {{- end -}}
 {{- end -}}
-{{- $labels := include "kvguard.labels" (dict "root" . "component" "engine") | fromYaml -}}
+{{- $labels := include "kvguard.selector" (dict "root" . "component" "engine") | fromYaml -}}
 {{- range $name, $_ := $v.podLabels -}}
 {{- if hasKey $labels $name -}}
 {{- fail (printf "podLabels: %s is set by the chart; Services and Deployments select pods by such labels" $name) -}}
