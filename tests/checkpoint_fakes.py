@@ -77,11 +77,11 @@ def files(config: Mapping[str, Any], tensors: Tensors | None = None, sidecar: An
 
 
 def write(directory: Path, config: Any, tensors: Tensors | None = None, **more: bytes | str) -> Path:
-    """A model directory; `more` are further files, "__" in a name standing for "."."""
+    """A model directory; `more` are further files, "__" in a name standing for ".". With other weights, no safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    if tensors is not None:
-        (directory / "model.safetensors").write_bytes(safetensors(tensors))
+    if tensors is not None or not any(name.endswith(("__bin", "__gguf", "__safetensors")) for name in more):
+        (directory / "model.safetensors").write_bytes(safetensors(tensors or {}))
     for name, content in more.items():
         path = directory / name.replace("__", ".")
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

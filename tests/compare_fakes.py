@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvguard.compare.models import AGAIN, REFERENCE, WEAK, Answered, ArmFile, Forced, Generated, Item, Plan, Scored, Throughput
@@ -127,3 +129,41 @@ def _places(items: Sequence[Item]) -> dict[tuple[str, str], int]:
         found[item.task, item.id] = counts.setdefault(item.task, 0)
         counts[item.task] += 1
     return found
+
+
+LM_EVAL = """\
+import json, os, sys, urllib.request
+from pathlib import Path
+words = sys.argv[1:]
+given = dict(zip(words, words[1:]))
+model = dict(pair.split("=", 1) for pair in given["--model_args"].split(","))
+print("asked", words, flush=True)
+if "--boom" in words:
+    print("ValueError: no such task", file=sys.stderr)
+    sys.exit("Requesting: 0%")
+place = Path(given["--output_path"]) / "model__name"
+place.mkdir()
+for task in given["--tasks"].split(","):
+    rows = []
+    for n in range(4):
+        body = json.dumps({"prompt": f"question {n}", "max_tokens": 8, "model": model["model"]}).encode()
+        headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+        answer = json.load(urllib.request.urlopen(urllib.request.Request(model["base_url"], body, headers)))
+        text = answer["choices"][0]["text"]
+        same = {"doc_id": n, "doc": {}, "doc_hash": f"d{n}", "prompt_hash": f"p{n}", "target_hash": f"t{n}"}
+        for kind, score in (("strict", float(n % 2)), ("loose", 1.0)):
+            rows.append({**same, "filter": kind, "metrics": ["exact_match"], "exact_match": score, "filtered_resps": [text]})
+    lines = "".join(json.dumps(row) + "\\n" for row in rows)
+    (place / f"samples_{task}_2026-01-02T03-04-05.678901.jsonl").write_text(lines)
+(place / "results_2026-01-02T03-04-05.678901.json").write_text(json.dumps({"lm_eval_version": "0.4.9"}))
+"""
+"""lm-eval's command in miniature: four documents a task, asked of the endpoint it is given, scored by two filters."""
+
+
+def install_lm_eval(directory: Path) -> Path:
+    """Make the command in a directory; returns its path."""
+    directory.mkdir()
+    script = directory / "lm_eval"
+    script.write_text(f"#!{sys.executable}\n{LM_EVAL}")
+    script.chmod(0o755)
+    return script

@@ -34,7 +34,10 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What is published, and what was asked and sent. `store` are the (method, path, authorization) asked of the store."""
+    """What is published, and what was asked and sent. `store` are the (method, path, authorization) asked of the store.
+
+    `says`: a status and a body in place of every answer, as of something else that listens there.
+    """
 
     endpoint: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -42,6 +45,7 @@ class Hub:
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     store: list[tuple[str, str, str]] = field(default_factory=list)
     ignore_ranges: bool = False
+    says: tuple[int, bytes] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, size: int) -> None:
@@ -149,7 +153,9 @@ def _front(hub: Hub, store: str) -> type[_Handler]:
         def do_GET(self) -> None:
             hub.asked.append((self.command, self.path, self.headers.get("Authorization", "")))
             path = unquote(urlsplit(self.path).path)
-            if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+            if hub.says is not None:
+                self.answer(hub.says[0], hub.says[1])
+            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
                 self._info(match[1], match[2] or "main")
             elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
                 self._resolve(match[1], match[2], match[3])

@@ -6,11 +6,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvguard.checkpoint.findings import (
+    ignored_keys,
+    not_taken,
+    quantization_findings,
+    scale_state_findings,
+    weight_findings,
+)
 from kvguard.checkpoint.geometry import read_geometry, text_section
-from kvguard.checkpoint.json_config import Section, kind, parse_object
-from kvguard.checkpoint.mistral import PARAMS, adapt
-from kvguard.checkpoint.models import CheckpointFiles, Declared, DeclaredScales, Geometry, KVScheme, Quantization
+from kvguard.checkpoint.json_config import Section, parse_object
+from kvguard.checkpoint.mistral import PARAMS, adapt, origins
+from kvguard.checkpoint.models import CheckpointFiles, Declared, DeclaredScales, KVScheme
 from kvguard.checkpoint.quantization import (
+    BLOCKS,
     CONFIG,
     OVERRIDES,
     SIDECAR,
@@ -21,16 +29,8 @@ from kvguard.checkpoint.quantization import (
     other_schemes,
 )
 from kvguard.checkpoint.scales import declared_scales
-from kvguard.facts.kv_resolution import COMPRESSED_TENSORS, never_resolves
-from kvguard.facts.producers import intended_scale
 from kvguard.facts.versions import NEWEST
-from kvguard.vocabulary import Claim, ScaleState, Source, Stage, UsageError, canonical_dtype
-
-UNIT_SCALE = "the files have no KV scale tensors: scale 1.0 is used"
-"""The finding about a declaration without scales, which holds where a cache with stored scales runs."""
-
-# Keys that look as if they set the KV cache and that no examined vLLM reads.
-_IGNORED_KEYS = ("kv_cache_dtype", "cache_dtype", "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_config")
+from kvguard.vocabulary import Claim, Source, Stage, UsageError, canonical_dtype
 
 
 def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = None) -> Declared:
@@ -45,10 +45,10 @@ def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = Non
     config = apply_overrides(written, overrides)
     sidecar_bytes = files.hf_quant_config_json
     sidecar = None if sidecar_bytes is None else parse_object(sidecar_bytes, SIDECAR)
-    section = Section(config, name)
+    section = Section(config, name, origins=_origins(files, overrides))
     text = text_section(section)
     geometry = read_geometry(section)
-    block = find_quantization(config, sidecar, overrides, name=name)
+    block = find_quantization(section, sidecar, overrides)
     quantization = block[0] if block else None
     scheme = find_scheme(*block) if block else None
     others = other_schemes(config, sidecar, quantization)
@@ -79,13 +79,13 @@ def declare(files: CheckpointFiles, hf_overrides: Mapping[str, Any] | None = Non
         traits=_traits(architectures, text),
         claims=_claims(dtype, dtype_where, scheme, scales),
         findings=(
-            *_ignored_keys(section),
-            *_quantization_findings(quantization, scheme, sidecar),
+            *ignored_keys(section),
+            *quantization_findings(quantization, scheme, sidecar),
             *dtype_findings,
             *scale_findings,
-            *(_not_taken(other, quantization) for other in others),
-            *_scale_state_findings(scales, scheme, quantization),
-            *_weight_findings(files, geometry),
+            *(not_taken(other, quantization) for other in others),
+            *scale_state_findings(scales, scheme, quantization),
+            *weight_findings(files, geometry),
         ),
     )
 
@@ -96,6 +96,16 @@ def written_config(files: CheckpointFiles) -> tuple[str, dict[str, Any]]:
     if files.params_json is None:
         return CONFIG, written
     return PARAMS, adapt(parse_object(files.params_json, PARAMS), written)
+
+
+def _origins(files: CheckpointFiles, overrides: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The file and the key of values that config.json does not have under the name of vLLM's config."""
+    found: dict[str, tuple[str, str]] = {}
+    if files.params_json is not None:
+        written = {} if files.config_json is None else parse_object(files.config_json, CONFIG)
+        found = origins(parse_object(files.params_json, PARAMS), written)
+    replaced = {key: (OVERRIDES, key) for key in overrides if not key.endswith("_config") or key in BLOCKS}
+    return {**found, **replaced}
 
 
 def _model_dtype(config: Section, text: Section) -> tuple[str | None, str, tuple[str, ...]]:
@@ -138,11 +148,6 @@ def _stored_dtype(files: CheckpointFiles) -> tuple[str | None, str]:
     return (found[0], f"{files.safetensors[0].file}: the tensors' dtype") if alone else (None, "")
 
 
-def _not_taken(other: KVScheme, quantization: Quantization | None) -> str:
-    before = f" while {quantization.where} exists" if quantization is not None else ""
-    return f"{other.where} = {kind(other.raw)} also declares a KV cache; vLLM does not read it{before}"
-
-
 def _traits(architectures: tuple[str, ...], text: Section) -> frozenset[str]:
     """Architecture features that facts.kv_resolution.model_rule has rules for."""
     model_type = text.text("model_type") or ""
@@ -154,11 +159,17 @@ def _traits(architectures: tuple[str, ...], text: Section) -> frozenset[str]:
         or text.has("compress_ratios") is not None
         or any(name.startswith("DeepseekV4") for name in architectures),
         "deepseek_v41": model_type.startswith("deepseek_v41") or any(name.startswith("DeepseekV41") for name in architectures),
-        "mixed_head_sizes": text.has("global_head_dim") is not None
-        and text.value.get("global_head_dim") != text.value.get("head_dim"),
+        "mixed_head_sizes": _mixes_head_sizes(architectures, text),
         "dots3_note": model_type == "dots3_note",
     }
     return frozenset(name for name, holds in checks.items() if holds)
+
+
+def _mixes_head_sizes(architectures: tuple[str, ...], text: Section) -> bool:
+    """Whether layers without a window have heads of another size, as Gemma 4's do unless its config says otherwise."""
+    if text.has("global_head_dim") is None:
+        return any(name.startswith("Gemma4") for name in architectures)
+    return bool(text.value.get("global_head_dim") != text.value.get("head_dim"))
 
 
 def _claims(dtype: str | None, where: str, scheme: KVScheme | None, scales: DeclaredScales) -> tuple[Claim, ...]:
@@ -188,66 +199,3 @@ def _claims(dtype: str | None, where: str, scheme: KVScheme | None, scales: Decl
         )
     )
     return tuple(claims)
-
-
-def _ignored_keys(config: Section) -> tuple[str, ...]:
-    places = [config]
-    for name in ("text_config", "quantization_config"):
-        nested = config.value.get(name)
-        if isinstance(nested, Mapping):
-            places.append(Section(nested, config.where, f"{name}."))
-    found = []
-    for section in places:
-        ours = ("kv_cache_dtype", "cache_dtype") if section.prefix == "quantization_config." else _IGNORED_KEYS
-        found += [
-            f"{section.place(key)}={section.value[key]!r} is ignored by vLLM: it does not read that key"
-            for key in ours
-            if isinstance(section.value.get(key), str | int | float | dict | list)
-        ]
-    return tuple(text if len(text) <= 300 else text[:297] + "..." for text in found)
-
-
-def _quantization_findings(
-    quantization: Quantization | None, scheme: KVScheme | None, sidecar: Mapping[str, Any] | None
-) -> tuple[str, ...]:
-    if quantization is None:
-        return ()
-    findings = []
-    if sidecar is not None and quantization.file != SIDECAR:
-        findings.append(f"{SIDECAR}: not read by vLLM, because {quantization.where} exists")
-    method = effective_method(quantization, NEWEST)
-    if method is None:
-        findings.append(f"{quantization.where}: no quant_method, so vLLM applies no KV declaration from it")
-    never = never_resolves(method) if method else None
-    if scheme is not None and never is not None:
-        findings.append(f"{scheme.where}: {never.reason}")
-    if scheme and (method or "").startswith("modelopt") and scheme.num_bits == 8 and scheme.dynamic is not False:
-        findings.append(f'{scheme.where}: without "dynamic": false vLLM leaves an 8-bit scheme unused')
-    return tuple(findings)
-
-
-def _scale_state_findings(
-    scales: DeclaredScales, scheme: KVScheme | None, quantization: Quantization | None
-) -> tuple[str, ...]:
-    findings = []
-    for title, places in (("missing in", scales.missing_layers), ("not usable in", scales.invalid_layers)):
-        if places:
-            more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-            findings.append(f"{scales.where}: KV scales are {title} {', '.join(places[:4])}{more}")
-    if scheme and scales.state is ScaleState.UNIT_DEFAULT:
-        silent = ", and vLLM prints no warning" if scheme.producer == COMPRESSED_TENSORS else ""
-        findings.append(f"{scheme.where}: declared, but {UNIT_SCALE}{silent}")
-    if scheme and quantization:
-        intended = intended_scale(quantization.producer, quantization.producer_version, scales.state.value)
-        if intended is not None:
-            findings.append(f"{quantization.where}: {intended.reason}")
-    return tuple(findings)
-
-
-def _weight_findings(files: CheckpointFiles, geometry: Geometry) -> tuple[str, ...]:
-    findings = []
-    if files.other_weights and not files.safetensors:
-        findings.append(f"{files.other_weights[0]}: not safetensors, so its scale tensors cannot be seen")
-    if geometry.unknown_reason:
-        findings.append(f"{geometry.unknown_reason}; bytes per token are unknown")
-    return tuple(findings)

@@ -106,7 +106,7 @@ def _with_defaults(text: Section) -> Section:
     """The config with its class's defaults where it leaves them out, as the published configs of some models do."""
     defaults = _FACTS["config_defaults"]["values"].get(text.text("model_type") or "", {})
     missing = {key: value for key, value in defaults.items() if text.value.get(key) is None}
-    return Section({**text.value, **missing}, text.where, text.prefix) if missing else text
+    return Section({**text.value, **missing}, text.where, text.prefix, text.origins) if missing else text
 
 
 def _mamba_state(

@@ -83,14 +83,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Section:
     """A JSON object together with the place it was read from. A null value counts as absent, as for vLLM."""
 
-    def __init__(self, value: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    def __init__(
+        self, value: Mapping[str, Any], where: str, prefix: str = "", origins: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
+        """`origins`: the file and the key there of values that were read elsewhere, or under other names."""
         self.value = value
         self.where = where
         self.prefix = prefix
+        self.origins = origins or {}
+
+    def _origin(self, key: str) -> tuple[str, str]:
+        return self.origins.get(key, (self.where, self.prefix + key))
 
     def place(self, key: str) -> str:
         """ "config.json: text_config.num_hidden_layers"."""
-        return f"{self.where}: {self.prefix}{one_line(key)}"
+        where, written = self._origin(key)
+        return f"{where}: {one_line(written)}"
 
     def wrong(self, key: str, wanted: str) -> UsageError:
         """The error for a value of the wrong type."""
@@ -107,7 +115,8 @@ class Section:
             return None
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
-        return Section(value, self.where, f"{self.prefix}{key}.")
+        where, written = self._origin(key)
+        return Section(value, where, f"{written}.")
 
     def text(self, key: str) -> str | None:
         """A string, None when absent. UsageError when it is something else."""

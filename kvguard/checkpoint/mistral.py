@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvguard.checkpoint.json_config import Section, kind
+from kvguard.checkpoint.quantization import CONFIG
 from kvguard.vocabulary import UsageError
 
 PARAMS = "params.json"
@@ -38,6 +39,16 @@ def adapt(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, A
     else:
         config["architectures"] = ["MixtralForCausalLM" if moe else "MistralForCausalLM"]
     return {**defaults, **config}
+
+
+def origins(params: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The file, and the key there, of each value in what `adapt` makes of these."""
+    found = {key: (CONFIG, key) for key in defaults}
+    found |= {_NAMES.get(key, key): (PARAMS, key) for key in params if key != "quantization"}
+    for made, of in (("quantization_config", "quantization"), ("layer_types", "sliding_window")):
+        if params.get(of) and made not in params:
+            found[made] = (PARAMS, of)
+    return found
 
 
 def _quantization(value: Any) -> dict[str, Any] | None:

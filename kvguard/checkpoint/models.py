@@ -51,13 +51,14 @@ class CheckpointFiles(Frozen):
 class Quantization(Frozen):
     """The quantization block that vLLM takes, and what it needs to name the method.
 
-    `file` is "config.json", "hf_quant_config.json" or "--hf-overrides"; `block` its key there ("" for the whole
-    sidecar). `method` is `quant_method` as written, lower case, or None. `producer`, `quant_algo` and `legacy_modelopt`
-    are what the ModelOpt inference reads.
+    `file` is "config.json", "params.json", "hf_quant_config.json" or "--hf-overrides"; `block` its key in vLLM's config (""
+    for the whole sidecar), `written` its key in the file. `method` is `quant_method` as written, lower case, or None.
+    `producer`, `quant_algo` and `legacy_modelopt` are what the ModelOpt inference reads.
     """
 
     file: str
     block: str
+    written: str
     method: str | None
     producer: str | None = None
     producer_version: str | None = None
@@ -67,11 +68,11 @@ class Quantization(Frozen):
     @property
     def where(self) -> str:
         """The place as shown to people: "config.json: quantization_config"."""
-        return f"{self.file}: {self.block}" if self.block else self.file
+        return f"{self.file}: {self.written}" if self.written else self.file
 
     def key(self, name: str) -> str:
         """The place of a key inside the block: "config.json: quantization_config.kv_cache_scheme"."""
-        return f"{self.file}: {self.block}.{name}" if self.block else f"{self.file}: {name}"
+        return f"{self.file}: {self.written}.{name}" if self.written else f"{self.file}: {name}"
 
 
 class KVScheme(Frozen):
@@ -93,8 +94,10 @@ class KVScheme(Frozen):
 class DeclaredScales(Frozen):
     """The KV scale tensors in the files, one tuple of values per layer and side.
 
-    `state`: `checkpoint`, `unit_declared` (all exactly 1.0), `unit_default` (none), `partial` or `invalid`.
-    `missing_layers` reads "model.layers.3 (k, v)", `invalid_layers` "model.layers.3 (k = nan)". `forms` are the ids of
+    `state`: `checkpoint`, `unit_declared` (all exactly 1.0), `unit_default` (none), `partial`, `invalid`, or `unknown`
+    where the weights are in files whose tensors are not seen.
+    `missing_layers` reads "model.layers.3 (k, v)", `invalid_layers` "model.layers.3 (k = nan)", `ambiguous`
+    "model.layers.3 (k)", which several tensors give differently. `forms` are the ids of
     the name forms found, `tensors` counts key and value scale tensors, `query` tells whether query scales exist.
     """
 
@@ -103,6 +106,7 @@ class DeclaredScales(Frozen):
     v: dict[int, tuple[float, ...]] = Field(default_factory=dict)
     missing_layers: tuple[str, ...] = ()
     invalid_layers: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
     tensors: int = 0
     files: tuple[str, ...] = ()
     forms: tuple[str, ...] = ()

@@ -15,33 +15,30 @@ CONFIG = "config.json"
 SIDECAR = "hf_quant_config.json"
 OVERRIDES = "--hf-overrides"
 
-_BLOCKS = ("quantization_config", "compression_config")
+BLOCKS = ("quantization_config", "compression_config")
+"""The keys of a quantization block, the one that is taken first in front."""
 
 
 def find_quantization(
-    config: Mapping[str, Any],
-    sidecar: Mapping[str, Any] | None,
-    overrides: Mapping[str, Any],
-    *,
-    name: str = CONFIG,
+    config: Section, sidecar: Mapping[str, Any] | None, overrides: Mapping[str, Any]
 ) -> tuple[Quantization, Section] | None:
     """The block vLLM takes, and its contents; None when the checkpoint has none.
 
     Order: config.json's `quantization_config`, hf_quant_config.json, `compression_config`, and the same two keys of
     `text_config` (0.32.0 transformers_utils/config.py:893, model_arch_config_convertor.py:263). `config` already
-    contains `overrides`, which is asked only for where a value came from; `name` is config's own. UsageError
-    for values that vLLM stumbles on.
+    contains `overrides`, which is asked only for where a value came from. UsageError for values that vLLM stumbles on.
     """
     for prefix in ("", "text_config."):
-        nested = config.get("text_config") if prefix else config
+        nested = config.value.get("text_config") if prefix else config.value
         if not isinstance(nested, Mapping):
             continue
-        for key in _BLOCKS:
+        for key in BLOCKS:
             overridden = key in overrides if not prefix else "text_config" in overrides
-            file = OVERRIDES if overridden else name
-            block = Section(nested, file, prefix).section(key)
+            file = OVERRIDES if overridden else config.where
+            holder = Section(nested, file, prefix, None if prefix or overridden else config.origins)
+            block = holder.section(key)
             if block is not None:
-                return _quantization(block, file, prefix + key), block
+                return _quantization(block, block.where, prefix + key), block
             if key == "quantization_config" and not prefix and sidecar is not None and not overridden:
                 block = Section(sidecar, SIDECAR)
                 return _quantization(block, SIDECAR, ""), block
@@ -55,6 +52,7 @@ def _quantization(block: Section, file: str, key: str) -> Quantization:
     return Quantization(
         file=file,
         block=key,
+        written=block.prefix.removesuffix("."),
         method=method.lower().replace("compressed_tensors", COMPRESSED_TENSORS) if method else None,
         producer=producer.text("name") if producer else None,
         producer_version=producer.text("version") if producer else None,
@@ -116,7 +114,7 @@ def other_schemes(
     if sidecar is not None and (taken is None or taken.file != SIDECAR):
         blocks.append((Section(sidecar, SIDECAR), SIDECAR, ""))
     for prefix, holder in (("", config), ("text_config.", config.get("text_config"))):
-        for key in _BLOCKS:
+        for key in BLOCKS:
             block = holder.get(key) if isinstance(holder, Mapping) else None
             if isinstance(block, dict) and (taken is None or taken.block != prefix + key):
                 blocks.append((Section(block, CONFIG, f"{prefix}{key}."), CONFIG, prefix + key))
@@ -159,7 +157,7 @@ def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     result = dict(config)
     for key, value in overrides.items():
         current = result.get(key)
-        mergeable = key.endswith("_config") and key not in _BLOCKS and isinstance(current, Mapping)
+        mergeable = key.endswith("_config") and key not in BLOCKS and isinstance(current, Mapping)
         if mergeable and isinstance(current, Mapping):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{OVERRIDES}: {key}: expected an object to merge into config.json's, found {kind(value)}")

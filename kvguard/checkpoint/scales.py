@@ -14,6 +14,9 @@ from kvguard.vocabulary import ScaleState
 MAX_SCALE_BYTES = 65_536
 """A KV scale is one number, or one per head; a larger tensor of that name is not read."""
 
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32: kernels divide by a scale, and by a smaller one that is infinite."""
+
 _LAYER_PREFIX = re.compile(r"^(.*?)(?:^|\.)\d+\.")
 _DEFAULT_PREFIX = "model.layers"
 
@@ -36,9 +39,19 @@ def declared_scales(files: CheckpointFiles, geometry: Geometry) -> tuple[Declare
             f"config.json has no attention layer of that index"
         )
     keys_and_values = [item for item in counted if item[2].part != "q"]
+    if not keys_and_values and not files.safetensors:
+        unseen = f"{files.other_weights[0]}: not safetensors" if files.other_weights else "no weight files"
+        where = f"{one_line(unseen)}, so KV scale tensors cannot be seen"
+        return DeclaredScales(state=ScaleState.UNKNOWN, where=where), tuple(findings)
     if not keys_and_values:
         return DeclaredScales(state=ScaleState.UNIT_DEFAULT, where="no KV scale tensors in the files"), tuple(findings)
-    return _summary(files, keys_and_values, expected, query=len(counted) > len(keys_and_values)), tuple(findings)
+    found_scales = _summary(files, keys_and_values, geometry, query=len(counted) > len(keys_and_values))
+    if found_scales.ambiguous:
+        findings.append(
+            f"{found_scales.where}: several tensors give {', '.join(found_scales.ambiguous[:4])} differently; "
+            "the engine keeps whichever it loads last"
+        )
+    return found_scales, tuple(findings)
 
 
 Found = tuple[str, str, ScaleName, TensorInfo]
@@ -61,15 +74,19 @@ def _twice(found: list[Found]) -> Iterable[str]:
         first.setdefault(tensor, file)
 
 
-def _summary(files: CheckpointFiles, found: list[Found], expected: tuple[int, ...] | None, *, query: bool) -> DeclaredScales:
+def _summary(files: CheckpointFiles, found: list[Found], geometry: Geometry, *, query: bool) -> DeclaredScales:
+    expected = geometry.layer_indices
     k: dict[int, tuple[float, ...]] = {}
     v: dict[int, tuple[float, ...]] = {}
     invalid: dict[tuple[int, str], str] = {}
+    differing: set[tuple[int, str]] = set()
     for _, tensor, name, info in found:
         values = files.scale_values.get(tensor, ())
-        problem = _problem(values, info)
+        problem = _problem(values, info, geometry.kv_heads)
         for side, table in (("k", k), ("v", v)):
             if side in name.part:
+                if table.setdefault(name.layer, values) != values:
+                    differing.add((name.layer, side))
                 table[name.layer] = values
                 if problem:
                     invalid[name.layer, side] = problem
@@ -88,6 +105,7 @@ def _summary(files: CheckpointFiles, found: list[Found], expected: tuple[int, ..
         v=dict(sorted(v.items())),
         missing_layers=tuple(missing),
         invalid_layers=tuple(f"{prefix}.{layer} ({side} {text})" for (layer, side), text in sorted(invalid.items())),
+        ambiguous=tuple(f"{prefix}.{layer} ({side})" for layer, side in sorted(differing)),
         tensors=len({tensor for _, tensor, _, _ in found}),
         files=names,
         forms=forms,
@@ -96,13 +114,16 @@ def _summary(files: CheckpointFiles, found: list[Found], expected: tuple[int, ..
     )
 
 
-def _problem(values: tuple[float, ...], info: TensorInfo) -> str | None:
+def _problem(values: tuple[float, ...], info: TensorInfo, heads: int | None) -> str | None:
     if info.end - info.start > MAX_SCALE_BYTES:
         return f"has shape {list(info.shape)}, which is no scale"
     if not values:
         return f"has dtype {one_line(info.dtype, 20)} and shape {list(info.shape)}, which is no scale"
-    bad = next((value for value in values if not (math.isfinite(value) and value > 0)), None)
-    return None if bad is None else f"= {bad:g}"
+    bad = next((value for value in values if not (math.isfinite(value) and value >= SMALLEST_SCALE)), None)
+    if bad is not None:
+        return f"= {bad:g}"
+    fits = heads is None or len(values) in (1, heads)
+    return None if fits else f"has {len(values)} values for {heads} KV head{'s' * (heads != 1)}"
 
 
 def _state(*, invalid: bool, missing: bool, values: list[tuple[float, ...]]) -> ScaleState:

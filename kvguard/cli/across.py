@@ -57,7 +57,7 @@ def show_across(
     for outcome in outcomes:
         table.add_row(*(shown(cell) for cell in _row(outcome)))
     console.print(table)
-    for change in changes or ("nothing changes between these versions",):
+    for change in changes or ("nothing changes between these versions",) * (len(outcomes) > 1):
         console.print(shown(change))
 
 

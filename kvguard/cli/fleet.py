@@ -23,6 +23,8 @@ app = typer.Typer(no_args_is_help=True, help="Compare the replicas of a fleet.")
 
 _DEADLINE = 10.0
 _AT_ONCE = 16
+_NOT_YET = b"the run record is written"
+"""What a management port answers beside its 404 as long as there is none."""
 
 
 @app.callback()
@@ -67,14 +69,19 @@ def fetch_record(url: str) -> dict[str, Any]:
                 body += piece
                 if len(body) > MAX_BYTES:
                     raise UsageError(f"{printable(place)}: more than {MAX_BYTES} bytes, which no run record has")
-            status = answer.status_code
+            status, elsewhere = answer.status_code, answer.headers.get("location")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UsageError(
             f"{printable(url)}: no run record: {printable(str(error))}; required is the management port of a replica"
         ) from None
-    if status != httpx.codes.OK:
-        raise UsageError(f"{printable(place)}: HTTP {status}: no run record yet; it is written with the first verdict")
-    return parse_record(bytes(body), place)
+    if status == httpx.codes.OK:
+        return parse_record(bytes(body), place)
+    if status == httpx.codes.NOT_FOUND and _NOT_YET in body:
+        raise UsageError(f"{printable(place)}: no run record yet; it is written with the first verdict")
+    redirected = f" to {printable(elsewhere)}, which is not followed" if elsewhere else ""
+    raise UsageError(
+        f"{printable(place)}: HTTP {status}{redirected}; required is the management port of a replica (--management-port, 9464)"
+    )
 
 
 def most_common(records: Mapping[str, Mapping[str, Any]]) -> str:

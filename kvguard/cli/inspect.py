@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from kvguard.checkpoint.cost import state_bytes
-from kvguard.checkpoint.declared import UNIT_SCALE, declare
+from kvguard.checkpoint.declared import declare
+from kvguard.checkpoint.findings import UNIT_SCALE
 from kvguard.checkpoint.json_config import MAX_NUMBER, parse_object
 from kvguard.checkpoint.models import Declared
 from kvguard.checkpoint.parallel import Ranks
@@ -19,7 +20,7 @@ from kvguard.cli.across import show_across
 from kvguard.cli.inspect_sizes import Load, sizes, sizes_table
 from kvguard.cli.sizes import parse_size
 from kvguard.engine.accelerators import device_for
-from kvguard.engine.find import Engine, find_engine
+from kvguard.engine.find import installed_engine
 from kvguard.engine.hub import locate
 from kvguard.engine.preview import full_version
 from kvguard.evidence.first_choice import first_choice
@@ -73,7 +74,7 @@ def inspect(
     """
     ranks = Ranks(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, data=data_parallel_size)
     load = Load(memory=parse_size(memory, "--memory"), context=context, in_flight=batched_tokens, ranks=ranks)
-    engine = None if engine_version or across else _installed()
+    engine = None if engine_version or across else installed_engine()
     found_device = device_for(device, engine, os.environ)
     where = found_device.device
     if across and engine_version:
@@ -145,6 +146,7 @@ def inspection(
             "per_head": declared.scales.per_head,
             "missing": list(declared.scales.missing_layers),
             "invalid": list(declared.scales.invalid_layers),
+            "ambiguous": list(declared.scales.ambiguous),
         },
         "geometry": geometry.model_dump(mode="json", exclude={"layer_indices", "layer_types"}),
         "memory_bytes": load.memory,
@@ -174,21 +176,14 @@ def _producer(declared: Declared) -> str | None:
     return " ".join(filter(None, (quantization.producer, quantization.producer_version)))
 
 
-def _installed() -> Engine | None:
-    """The engine that `vllm` means here, None when there is none."""
-    try:
-        return find_engine()
-    except UsageError:
-        return None
-
-
 def _print(report: dict[str, Any], load: Load) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, width=160)
     for topic, text in _topics(report):
         _line(console, topic, text)
     if report["sizes"]:
         console.print()
-        console.print(sizes_table(report["sizes"], load))
+        by_length = bool(report["geometry"]["sliding_layers"] or report["geometry"]["hybrid"])
+        console.print(sizes_table(report["sizes"], load, by_length=by_length))
     console.print()
     for topic, text in _predicted(report):
         _line(console, topic, text)

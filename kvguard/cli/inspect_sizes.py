@@ -27,7 +27,8 @@ def sizes(declared: Declared, version: str | None, load: Load) -> list[dict[str,
     """One entry for each dtype this version accepts, and the model's own; None where the arithmetic is not modelled.
 
     `bytes_per_token` and `sequence_bytes` count each head once, in one replica; with `_per_gpu` they are what the GPU holds
-    that holds most. `tokens` and `batch` are what all replicas hold, each GPU with `memory` bytes.
+    that holds most. `tokens` and `batch` are what all replicas hold, each GPU with `memory` bytes; the tokens are those of
+    sequences of `context` tokens, which is no matter without windows and recurrent layers.
     """
     values = accepted(version) if version else None
     offered = None if values is None else {"fp8_e4m3" if value == "fp8" else value for value in values}
@@ -54,17 +55,21 @@ def _size(declared: Declared, dtype: str, load: Load) -> dict[str, Any] | None:
         "dtype": dtype,
         "bytes_per_token": token,
         "bytes_per_token_per_gpu": token_each,
-        "tokens": int(load.memory // token_each) * ranks.data if token_each else None,
+        "tokens": int(load.memory * load.context // sequence_each) * ranks.data if sequence_each else None,
         "sequence_bytes": sequence,
         "sequence_bytes_per_gpu": sequence_each,
         "batch": int(load.memory // sequence_each) * ranks.data if sequence_each else None,
     }
 
 
-def sizes_table(found: list[dict[str, Any]], load: Load) -> Table:
-    """The sizes for a person. With several GPUs, what one of them holds stands beside the whole."""
+def sizes_table(found: list[dict[str, Any]], load: Load, *, by_length: bool) -> Table:
+    """The sizes for a person. With several GPUs, what one of them holds stands beside the whole.
+
+    `by_length`: how many tokens fit depends on how long the sequences are.
+    """
     many, memory = load.ranks.gpus > 1, f"{load.memory:,} bytes"
-    names = ["KV cache dtype", "bytes/token", *(["on one GPU"] * many), f"tokens in {memory}" + " a GPU" * many]
+    tokens = f"tokens in {memory}" + " a GPU" * many + f", in sequences of {load.context:,}" * by_length
+    names = ["KV cache dtype", "bytes/token", *(["on one GPU"] * many), tokens]
     names += [f"GB for {load.context:,} tokens", *(["on one GPU"] * many), "such sequences"]
     table = Table(*names, box=None)
     for column in table.columns[1:]:

@@ -122,9 +122,7 @@ class EngineClient:
 
     async def version(self) -> str | None:
         """The version that /version names; None when it does not answer with one."""
-        answer = await self.get_json("/version")
-        value = answer.body.get("version") if answer.ok and isinstance(answer.body, dict) else None
-        return value if isinstance(value, str) and value else None
+        return version_of(await self.get_json("/version"))
 
     async def models(self) -> Answer:
         """/v1/models, the engine's JSON."""
@@ -295,6 +293,12 @@ def socket_path(target: str) -> str | None:
     if target.startswith(("http://", "https://")):
         return None
     return target.removeprefix("unix://").removeprefix("unix:")
+
+
+def version_of(answer: Answer) -> str | None:
+    """The version in a /version answer; None when it has none."""
+    value = answer.body.get("version") if answer.ok and isinstance(answer.body, dict) else None
+    return value if isinstance(value, str) and value else None
 
 
 def model_cards(answer: Answer) -> tuple[dict[str, Any], ...]:

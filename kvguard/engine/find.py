@@ -149,9 +149,15 @@ def find_engine(name: str = "vllm", env: Mapping[str, str] = os.environ) -> Engi
     return describe(executable, interpreter_of(executable))
 
 
-def installed_version() -> str | None:
-    """The public version of the engine that `vllm` means here, or None when there is none."""
+def installed_engine() -> Engine | None:
+    """The engine that `vllm` means here, or None when there is none."""
     try:
-        return find_engine().version or None
+        return find_engine()
     except UsageError:
         return None
+
+
+def installed_version() -> str | None:
+    """The public version of that engine, or None when there is none."""
+    engine = installed_engine()
+    return (engine.version or None) if engine is not None else None

@@ -55,8 +55,8 @@ def locate(name: str, env: Mapping[str, str], revision: str | None = None, *, di
     here = f"model {printable(name)!r}: no such directory, and not in the local hub cache {hub_cache(env)}"
     if not _REPOSITORY.fullmatch(name) or ".." in name:
         raise UsageError(f"{here}; a local model directory, or ORG/NAME of a hub, is needed")
-    if _offline(env):
-        raise UsageError(f"{here}; the hub is not asked, because HF_HUB_OFFLINE is set")
+    if offline := _offline(env):
+        raise UsageError(f"{here}; the hub is not asked, because {offline} is set")
     return read_published(name, env, revision, digests=digests)
 
 
@@ -83,5 +83,7 @@ def read_published(repository: str, env: Mapping[str, str], revision: str | None
     return Located(files=files, published=published, digests=found)
 
 
-def _offline(env: Mapping[str, str]) -> bool:
-    return (env.get("HF_HUB_OFFLINE") or env.get("TRANSFORMERS_OFFLINE") or "").upper() in _TRUE
+def _offline(env: Mapping[str, str]) -> str:
+    """The name of the variable that forbids to ask, "" when none does. The first that is set decides, as in huggingface-hub."""
+    name = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if env.get(name)), "")
+    return name if name and env[name].upper() in _TRUE else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import httpx
 from kvguard.checkpoint.models import CheckpointFiles
 from kvguard.checkpoint.safetensors_header import decode_floats, header_length, parse_header
 from kvguard.engine.checkpoint_files import COMMIT, MAX_FILES, TEXTS, FileDigest, Weights, digest_of, scale_tensors
+from kvguard.engine.hub_errors import hub_error, unanswered
 from kvguard.files import printable
 from kvguard.vocabulary import UsageError
 
@@ -149,7 +149,7 @@ class HubRepository:
                     if len(data) >= stop - start:
                         break
         except httpx.HTTPError as error:
-            raise UsageError(f"{self._where(name)}: {_reason(error)}") from None
+            raise UsageError(f"{self._where(name)}: {unanswered(error)}") from None
         with self._count:
             self.requests += 1
             self.bytes_read += len(data)
@@ -159,22 +159,14 @@ class HubRepository:
 
     def _asked(self, question: Callable[[], _T], name: str) -> _T:
         """The library's answer, or its error as a sentence of ours: its own are of several lines, with addresses."""
-        errors = self._library.errors
-        where = self._where(name)
         try:
             return question()
-        except errors.OfflineModeIsEnabled:
-            raise UsageError(f"{where}: the hub is not asked, because HF_HUB_OFFLINE is set") from None
-        except errors.GatedRepoError:
-            raise UsageError(f"{where}: gated; ask for access on the hub, and give its token (HF_TOKEN)") from None
-        except errors.RevisionNotFoundError:
-            raise UsageError(f"{where}: no revision {printable(self.revision)!r}; name a branch, tag or commit") from None
-        except errors.RepositoryNotFoundError:
-            raise UsageError(f"{where}: not found there, nor in the local cache; if it is private, give HF_TOKEN") from None
-        except errors.EntryNotFoundError:
-            raise UsageError(f"{where}: listed, and not found") from None
         except Exception as error:
-            raise UsageError(f"{where}: {_reason(error)}") from None
+            words = hub_error(error, self._library.errors, self.revision, token=self._has_token())
+            raise UsageError(f"{self._where(name)}: {words}") from None
+
+    def _has_token(self) -> bool:
+        return "authorization" in self._library.utils.build_hf_headers()
 
     def _where(self, name: str) -> str:
         at = f"@{self.commit[:12]}" if self.commit else ""
@@ -211,16 +203,6 @@ def _plain_address(address: str) -> str:
     """An address as it may be shown: without what stands before an @, a query or a fragment."""
     parts = urlsplit(address)
     return printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/"))
-
-
-def _reason(error: Exception) -> str:
-    """Why a hub did not answer, without addresses, which may be signed, and without headers."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        more = {401: ": the token is not accepted", 403: ": this token may not read it", 429: ": too many requests, try later"}
-        return f"HTTP {status}{more.get(status, '')}"
-    text = re.sub(r"\S+://\S+", "", " ".join(str(error).split()))
-    return f"no answer ({type(error).__name__}{f': {printable(text, 120)}' if text else ''})"
 
 
 def _neighbours(places: list[tuple[int, int, str]]) -> list[list[tuple[int, int, str]]]:

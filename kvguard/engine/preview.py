@@ -97,7 +97,8 @@ def differences(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
             found.append(f"{pair}: unknown, because the facts cover {KNOWN}")
             continue
         if bool(before.problem) != bool(after.problem):
-            found.append(f"{pair}: no longer starts: {after.problem}" if after.problem else f"{pair}: starts")
+            runs = f"starts, with a KV cache of {after.dtype}{', not as typed' if after.honoured is False else ''}"
+            found.append(f"{pair}: {f'no longer starts: {after.problem}' if after.problem else runs}")
             continue
         for field, name in (("dtype", "KV cache"), ("scales", "scales"), ("echo", "log and metrics show")):
             old, new = getattr(before, field), getattr(after, field)
@@ -167,9 +168,8 @@ def judge_statically(
         runtime=decided,
     )
     more = [_start_check(command, version, declared, resolution, device)]
-    wants_runtime = policy is not None and policy.kv_cache.scales is ScalesRule.RUNTIME
-    if wants_runtime and not any(check.name == "kv_scales" for check in checks):
-        more.append(_RUNTIME_SCALES)
+    if not any(check.name == "kv_scales" for check in checks):
+        more.append(_scales_left(policy, resolution.prediction))
     return StaticVerdict(
         command=command,
         declared=declared,
@@ -179,14 +179,21 @@ def judge_statically(
     )
 
 
-_RUNTIME_SCALES = Check(
-    name="kv_scales",
-    result=CheckResult.UNVERIFIED,
-    required="runtime scales",
-    found="decided when the engine starts: by its flag, or by a calibration that fits",
-    where="kvguard serve",
-    enforced=False,
-)
+def _scales_left(policy: Policy | None, prediction: Prediction) -> Check:
+    """Scales that only a running engine shows."""
+    rule = policy.kv_cache.scales if policy is not None else ScalesRule.ANY
+    why = next((claim.note for claim in prediction.claims if claim.field == "scales"), "") or prediction.reason
+    known = f"{prediction.scales}{'' if prediction.scales is ScaleState.UNKNOWN else ' is expected'}: {why}"
+    runtime = rule is ScalesRule.RUNTIME
+    return Check(
+        name="kv_scales",
+        result=CheckResult.UNVERIFIED,
+        required="valid scales on every layer" if rule is ScalesRule.ANY else f"{rule.value} scales",
+        found="decided when the engine starts: by its flag, or by a calibration that fits" if runtime else known,
+        where="kvguard serve",
+        action="" if runtime else "the running engine decides",
+        enforced=False,
+    )
 
 
 def _start_check(command: Command, version: str, declared: Declared, resolution: Resolution, device: Device | None) -> Check:

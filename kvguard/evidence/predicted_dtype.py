@@ -55,12 +55,15 @@ class Answer(Frozen):
 
 def predicted_dtype(question: Question) -> Answer:
     """The order is vLLM's: parser and config refusals, ModelOpt's resolver, the model's hooks, attention layers."""
-    refusal = _refused(question) or _by_compressed_tensors(question)
+    refusal = _refused(question)
     if refusal is not None:
         return refusal
-    if question.device is not None and not question.device.examined:
-        reason = f"what vLLM does on {question.device.name} was not examined"
+    if question.device is not None and not question.device.examined(question.version):
+        reason = f"what vLLM {question.version} does on {question.device.name} was not examined"
         return Answer(dtype=UNKNOWN, reason=reason, sources=("facts: examined devices",))
+    scheme = _by_compressed_tensors(question)
+    if scheme is not None:
+        return scheme
     modelopt = _by_modelopt(question)
     if modelopt is None:
         return _by_model(question, question.requested)

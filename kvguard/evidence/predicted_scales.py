@@ -60,6 +60,8 @@ def _runtime(question: Question) -> tuple[ScaleState, Fact] | None:
 
 def _from_files(question: Question, unexpected: Fact) -> tuple[ScaleState, Fact]:
     scales = question.declared.scales
+    if scales.state is ScaleState.UNKNOWN and question.owns_scales:
+        return ScaleState.UNKNOWN, Fact(reason=scales.where, source="")
     if not scales.tensors:
         return ScaleState.UNIT_DEFAULT, Fact(reason="no scale tensors in the files, so scale 1.0", source="")
     if not question.owns_scales:
@@ -77,8 +79,7 @@ def _from_files(question: Question, unexpected: Fact) -> tuple[ScaleState, Fact]
         state = ScaleState.PARTIAL if recognised else ScaleState.UNIT_DEFAULT
         names = ", ".join(form for form in scales.forms if form not in recognised)
         return state, Fact(reason=f"vLLM {question.version} does not recognise scale names of form {names}", source="")
-    refused = per_head_refusal(question.version, question.method) if scales.per_head else None
-    doubtful = refused or dropped_by_model(question.version, question.declared.architecture)
+    doubtful = _doubtful(question)
     if doubtful is not None:
         return ScaleState.UNKNOWN, doubtful
     doubled = doubled_scales(question.device)
@@ -88,3 +89,18 @@ def _from_files(question: Question, unexpected: Fact) -> tuple[ScaleState, Fact]
     if host is not None:
         return scales.state, Fact(reason=f"scales from the files; {host.reason}", source=host.source)
     return scales.state, Fact(reason="scales from the files", source=owners_source())
+
+
+def _doubtful(question: Question) -> Fact | None:
+    """Why only the engine can tell which scales it runs, though it loads those of the files."""
+    scales, declared = question.declared.scales, question.declared
+    dropped = dropped_by_model(question.version, declared.architecture)
+    if dropped is not None or scales.state is ScaleState.INVALID:
+        return dropped
+    if scales.ambiguous:
+        reason = f"the files have two values for {scales.ambiguous[0]}; the engine keeps whichever it loads last"
+        return Fact(reason=reason, source="")
+    if declared.geometry.layer_indices is None and scales.state is not ScaleState.PARTIAL:
+        return Fact(reason="which layers need scales cannot be told from the config", source="")
+    strategy = question.scheme.strategy if question.scheme is not None else None
+    return per_head_refusal(question.version, question.method, strategy) if scales.per_head else None

@@ -61,7 +61,7 @@ def classify_scales(
             return ScaleState.RUNTIME_ONCE, f"equal to the calibration's scale tensors{rounded}"
         return _loaded(kinds, rounded)
     if kinds <= {_Origin.UNIT, _Origin.LOST}:
-        return _unit(kinds, calculated)
+        return _unit(kinds, calculated, declared)
     missing = _layers(origins, _Origin.UNIT, _Origin.LOST)
     in_files = f"; missing in the files: {_list(declared.scales.missing_layers)}" if declared.scales.missing_layers else ""
     return ScaleState.PARTIAL, f"layers {missing} run at 1.0 by default{in_files}"
@@ -74,11 +74,13 @@ def _loaded(kinds: set[_Origin], rounded: str) -> tuple[ScaleState, str]:
     return ScaleState.CHECKPOINT, f"equal to the checkpoint's scale tensors{rounded}"
 
 
-def _unit(kinds: set[_Origin], calculated: bool) -> tuple[ScaleState, str]:
+def _unit(kinds: set[_Origin], calculated: bool, declared: Declared) -> tuple[ScaleState, str]:
     if _Origin.LOST in kinds:
         return ScaleState.UNIT_DEFAULT, "the checkpoint has scales, the engine did not load them"
     if calculated:
         return ScaleState.UNIT_DEFAULT, "no forward pass has calculated scales yet"
+    if declared.scales.state is ScaleState.UNKNOWN:
+        return ScaleState.UNIT_DEFAULT, f"every scale is 1.0; {declared.scales.where}"
     return ScaleState.UNIT_DEFAULT, "the checkpoint has no scales"
 
 

@@ -27,11 +27,13 @@ class Device(Frozen):
         """Whether this is the device of a pattern: "any", "cuda", "cuda:10", "rocm:gfx94", or a list with commas."""
         return any(self._is(part.strip()) for part in pattern.split(","))
 
-    @property
-    def examined(self) -> bool:
-        """Whether vLLM's sources were read for this kind of device; of others everything is unknown."""
-        known = read_data("devices")["examined"].get(self.platform)
-        return known is None or (self.capability or self.architecture) in known
+    def examined(self, version: str) -> bool:
+        """Whether this version's sources were read for this kind of device; of others everything is unknown."""
+        detail = self.capability or self.architecture
+        return any(
+            entry["platform"] == self.platform and detail in entry["names"] and in_range(version, entry["versions"])
+            for entry in read_data("devices")["examined"]
+        )
 
     def below(self, capability: str) -> bool:
         """Whether this is an NVIDIA device of a lower compute capability."""

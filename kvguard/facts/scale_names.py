@@ -122,10 +122,11 @@ def dropped_by_model(version: str, architecture: str | None) -> Fact | None:
     return None
 
 
-def per_head_refusal(version: str, quant_method: str | None) -> Fact | None:
-    """Why scales with a value for each head cannot be loaded by this method, or None when they can."""
+def per_head_refusal(version: str, quant_method: str | None, strategy: str | None) -> Fact | None:
+    """Why scales with a value for each head cannot be loaded under this method and scheme, or None when they can."""
     entry = read_data("kv_scales")["per_head"]
-    allowed = quant_method == entry["method"] and in_range(version, entry["versions"])
+    fits = quant_method == entry["method"] and strategy == entry["strategy"]
+    allowed = fits and in_range(version, entry["versions"])
     return None if allowed else Fact(reason=entry["reason"], source=entry["source"])
 
 

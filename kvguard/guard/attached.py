@@ -23,6 +23,7 @@ from kvguard.engine.connectors import connectors_of
 from kvguard.engine.log_file import LogFile
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.log import LogReader
+from kvguard.files import printable
 from kvguard.guard.board import Board
 from kvguard.guard.drift import Drift
 from kvguard.guard.file_watch import Fingerprints, fingerprints, watch_files
@@ -45,6 +46,8 @@ from kvguard.vocabulary import Check, CheckResult, EngineDied, ExitCode, Frozen,
 log = structlog.get_logger("kvguard")
 _LOOK_EVERY = 0.5
 _TRY_AGAIN = 5.0
+_STRANGE_ANSWERS = 3
+"""So many in a row tell another server from one that stands before an engine which is still starting."""
 
 
 class Target(Frozen):
@@ -153,11 +156,23 @@ class Attached:
                 limit = self._settings.restart_timeout
 
     async def _healthy(self, client: EngineClient, limit: float | None) -> Presence | None:
-        """Wait until it answers /health; None when that takes longer than `limit` seconds."""
-        presence = Presence(client)
+        """Wait until it answers /health; None when that takes longer than `limit` seconds.
+
+        UsageError, before the first run, for a server that keeps answering what vLLM's /health never does.
+        """
+        presence, said, strange = Presence(client), "", 0
         try:
             async with asyncio.timeout(limit):
-                while not (await presence.look()).answers:
+                while not (seen := await presence.look()).answers:
+                    strange = strange + 1 if seen.status is not None and seen.status < 500 and seen.status != 429 else 0
+                    if strange >= _STRANGE_ANSWERS and self._watch is None:
+                        raise UsageError(
+                            f"{printable(self._target.address)}: what answers there is not vLLM, whose /health says 200 or "
+                            f"503: {printable(seen.problem)}; required is a running vLLM server"
+                        )
+                    if seen.problem and seen.problem != said:
+                        log.info("waiting for the engine to be healthy", because=seen.problem)
+                        said = seen.problem
                     await asyncio.sleep(_LOOK_EVERY)
         except TimeoutError:
             return None

@@ -10,13 +10,14 @@ from pathlib import Path
 from kvguard.checkpoint.declared import declare
 from kvguard.checkpoint.models import CheckpointFiles, Declared
 from kvguard.engine.checkpoint_files import read_checkpoint, resolve_model
-from kvguard.engine.client import EngineClient, model_cards, socket_path
+from kvguard.engine.client import Answer, EngineClient, model_cards, socket_path, version_of
 from kvguard.engine.command import Command
 from kvguard.engine.peer import Peer, command_of, peer_of, ranks_of
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.cache_size import kv_bytes, ranks_of_one_engine
 from kvguard.evidence.log import LogReader
 from kvguard.evidence.prediction import Prediction, predict
+from kvguard.files import printable
 from kvguard.guard.verify import Evidence, verify_engine
 from kvguard.policy.models import Policy
 from kvguard.verdict.checks import judge
@@ -51,16 +52,22 @@ async def look(
 ) -> Outside:
     """Ask a healthy engine what it is, and read its checkpoint where that can be found.
 
-    Raises UsageError for a checkpoint that was given, or found, and cannot be read.
+    Raises UsageError for what is certainly not vLLM, and for a checkpoint that was given, or found, and cannot be read.
     """
     notes: list[str] = []
-    version = await client.version() or logged(log, "engine_version")
+    said = await client.get_json("/version")
+    version = version_of(said) or logged(log, "engine_version")
     if version is None:
         notes.append("neither /version nor the log names the engine's version")
     socket = socket_path(client.target)
     peer = await asyncio.to_thread(peer_of, socket) if socket else None
     command = command_of(peer, version) if peer is not None and version else None
     models = await client.models()
+    page = await client.metrics_text()
+    if not log.claims() and (other := _other_server(said, models, page)):
+        raise UsageError(
+            f"{printable(client.target)}: what answers there is not vLLM: {other}; required is a running vLLM server"
+        )
     if not models.ok:
         key = "; give --api-key" if models.status == 401 else ""
         notes.append(f"/v1/models: {models.problem}{key}")
@@ -71,7 +78,7 @@ async def look(
     overrides = command.json_object("--hf-overrides") if command is not None else None
     files = read_checkpoint(directory) if directory is not None else None
     declared = declare(files, overrides) if files is not None else None
-    page_claims = await _metrics(client)
+    page_claims = _metrics(page)
     log_claims = log.claims(version)
     requested = _requested(command, log_claims, page_claims)
     calculated = bool(command and command.present("--calculate-kv-scales")) or _is_on(log_claims, page_claims)
@@ -143,8 +150,29 @@ def _directory(given: Path | None, root: str | None, peer: Peer | None, env: Map
         return None
 
 
-async def _metrics(client: EngineClient) -> tuple[Claim, ...]:
-    answer = await client.metrics_text()
+def _other_server(version: Answer, models: Answer, page: Answer) -> str:
+    """What tells that this is another server, "" where something says vLLM, or what would say it cannot be had now."""
+    cards = model_cards(models)
+    owners = tuple(dict.fromkeys(str(card["owned_by"]) for card in cards if card.get("owned_by")))
+    if "vllm" in owners or (page.ok and b"vllm:" in page.body):
+        return ""
+    named = version_of(version)
+    withheld = any(answer.status is None or answer.status in _WITHHELD for answer in (version, models, page))
+    if withheld or (named and cards and not owners):
+        return ""
+    found = {
+        "/version": version.problem or (f"{named!r}" if named else "no version"),
+        "/v1/models": models.problem or (f"models of {', '.join(owners)}" if owners else "no models of vLLM"),
+        "/metrics": page.problem or "no series of vLLM",
+    }
+    return printable("; ".join(f"{path}: {text.removeprefix(path + ': ')}" for path, text in found.items()), 600)
+
+
+_WITHHELD = (401, 403, 429, 500, 502, 503, 504)
+"""Answers of a server, or of what stands before it, that say nothing about what it is."""
+
+
+def _metrics(answer: Answer) -> tuple[Claim, ...]:
     try:
         return metrics_evidence.claims(metrics_evidence.parse_metrics(answer.body)) if answer.ok else ()
     except UsageError:

@@ -15,10 +15,15 @@ _DEAD_AFTER = 3
 
 
 class Seen(Frozen):
-    """One look. `lost` is why the engine that was verified is not there any more, "" when it is, or may only be busy."""
+    """One look. `lost` is why the engine that was verified is not there any more, "" when it is, or may only be busy.
+
+    `problem` is what /health gave instead of 200, with its HTTP `status` if it gave one.
+    """
 
     lost: str = ""
     answers: bool = False
+    problem: str = ""
+    status: int | None = None
 
 
 class Presence:
@@ -36,12 +41,13 @@ class Presence:
         health = await self._client.health()
         self._gone = self._gone + 1 if health.nobody else 0
         self._dead = self._dead + 1 if health.status == 503 else 0
+        problem = f"nobody listens at {self._client.target}" if health.nobody else health.problem
         if self._gone >= _GONE_AFTER:
-            return Seen(lost=f"nobody listens at {self._client.target}")
+            return Seen(lost=problem, problem=problem)
         if self._dead >= _DEAD_AFTER:
-            return Seen(lost="it answered /health with an error three times")
+            return Seen(lost="it answered /health with an error three times", problem=problem, status=health.status)
         if not health.ok:
-            return Seen()
+            return Seen(problem=problem, status=health.status)
         return Seen(lost=await self._other_run(), answers=True)
 
     async def _other_run(self) -> str:

@@ -128,6 +128,10 @@ def test_06_a_declaration_in_both_files_is_named_twice():
     failing = on("0.32.0", both, device="a100")
     assert failing.fails
     assert "8.9" in failing.reason
+    unsaid = checkpoint(
+        modelopt(kv_cache_scheme=MODELOPT_SCHEME), sidecar=beside, architectures=["Gemma4ForConditionalGeneration"]
+    )
+    assert on("0.32.0", unsaid, device="sm80").fails
 
 
 def test_06_an_overlay_without_the_directive_has_it_in_neither_file():

@@ -39,7 +39,7 @@ def test_a_checkpoint_of_the_native_format_alone(tmp_path):
     declared = declare(read_checkpoint(str(native(tmp_path, {**PARAMS, "quantization": FP8}))))
     assert declared.architecture == "MistralForCausalLM"
     assert declared.quant_method == "fp8"
-    assert declared.quantization.where == "params.json: quantization_config"
+    assert declared.quantization.where == "params.json: quantization"
     geometry = declared.geometry
     assert (geometry.attention_layers, geometry.kv_heads, geometry.head_size) == (2, 2, 64)
     assert sorted(declared.scales.k) == sorted(declared.scales.v) == [0, 1]
@@ -74,6 +74,42 @@ def test_both_formats_config_json_fills_in_what_params_lacks(tmp_path):
     assert declared.geometry.attention_layers == 3
     assert declared.model_dtype == "bfloat16"
     assert declared.kv_scheme is not None
+
+
+@pytest.mark.parametrize(
+    ("params", "config", "place"),
+    [
+        ({"n_layers": -1}, None, "params.json: n_layers: expected a whole number"),
+        ({"n_kv_heads": "two"}, None, "params.json: n_kv_heads: expected a whole number"),
+        ({"dim": [512], "head_dim": None}, None, "params.json: dim: expected a whole number"),
+        ({"n_layers": 3, "sliding_window": [None, 64]}, None, "params.json: sliding_window: 2 entries for 3 layers"),
+        ({}, {"v_head_dim": "64"}, "config.json: v_head_dim: expected a whole number"),
+        ({"quantization": {"quant_method": "compressed-tensors", "kv_cache_scheme": "x"}}, None,
+         "params.json: quantization.kv_cache_scheme: expected an object"),
+        ({}, {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": "x"}},
+         "config.json: quantization_config.kv_cache_scheme: expected an object"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_file_and_the_key_that_stands_there(tmp_path, params, config, place):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    files = read_checkpoint(str(native(tmp_path, {**PARAMS, **params})))
+    assert place in refusal(lambda: declare(files))
+
+
+def test_a_declaration_is_placed_where_it_stands(tmp_path):
+    block = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
+    write(tmp_path, {**SMOLLM2, "quantization_config": block})
+    inherited = declare(read_checkpoint(str(native(tmp_path, PARAMS))))
+    assert inherited.kv_scheme.where == "config.json: quantization_config.kv_cache_scheme"
+    own = declare(read_checkpoint(str(native(tmp_path, {**PARAMS, "quantization": block}))))
+    assert own.kv_scheme.where == "params.json: quantization.kv_cache_scheme"
+
+
+def test_an_override_is_named_as_one(tmp_path):
+    write(tmp_path, SMOLLM2)
+    files = read_checkpoint(str(tmp_path))
+    assert "--hf-overrides: num_hidden_layers: expected" in refusal(lambda: declare(files, {"num_hidden_layers": "9"}))
 
 
 def test_consolidated_weights_without_params_keep_config_json(tmp_path):

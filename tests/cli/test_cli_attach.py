@@ -159,6 +159,62 @@ def test_a_checkpoint_that_cannot_be_read_is_exit_2(engine: PlainEngine, attach:
     assert "not a readable model directory" in run.err
 
 
+NOTHING = (404, b"404 page not found")
+MODELS = b'{"data": [{"id": "m", "owned_by": "%s"}]}'
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"/health": NOTHING}, "whose /health says 200 or 503: HTTP 404: 404 page not found"),
+        ({"/health": (302, b"")}, "whose /health says 200 or 503: HTTP 302"),
+        (
+            {"/version": NOTHING, "/v1/models": (200, b"<html>"), "/metrics": NOTHING},
+            "/version: HTTP 404: 404 page not found; /v1/models: HTTP 200 with a body that is not JSON: <html>; /metrics: HTTP",
+        ),
+        (
+            {"/v1/models": (200, MODELS % b"tensorrt_llm"), "/metrics": (200, b"trtllm_requests 1\n")},
+            "/version: '0.32.0'; /v1/models: models of tensorrt_llm; /metrics: no series of vLLM",
+        ),
+    ],
+)
+def test_what_is_not_vllm_is_one_line_that_says_what_answered(
+    engine: PlainEngine, attach: Callable[..., Attach], answers: dict[str, tuple[int, bytes]], says: str
+) -> None:
+    engine.says = answers
+    run = attach("--engine", engine.url, policy="{}")
+    assert run.process.wait(120) == 2
+    [line] = [line for line in run.err.splitlines() if "what answers there is not vLLM" in line]
+    assert says in line
+    assert engine.url in line
+    assert "required is a running vLLM server" in line
+    assert "Traceback" not in run.err
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/v1/models": (401, b"{}"), "/metrics": (404, b"")},
+        {"/version": NOTHING, "/metrics": NOTHING, "/v1/models": (200, MODELS % b"vllm")},
+        {"/version": NOTHING, "/v1/models": NOTHING},
+    ],
+)
+def test_what_may_be_vllm_behind_something_is_looked_at(
+    engine: PlainEngine, attach: Callable[..., Attach], answers: dict[str, tuple[int, bytes]]
+) -> None:
+    engine.says = answers
+    run = attach("--engine", engine.url)
+    assert run.process.wait(120) in (3, 4), run.err
+    assert "what answers there is not vLLM" not in run.err
+
+
+def test_who_waits_says_for_what(attach: Callable[..., Attach]) -> None:
+    port = free_port()
+    run = attach("--engine", f"http://127.0.0.1:{port}", "--start-timeout", "1")
+    assert run.process.wait(120) == 4
+    assert f'because="nobody listens at http://127.0.0.1:{port}"' in run.err
+
+
 def test_an_engine_that_does_not_come_is_exit_4(attach: Callable[..., Attach]) -> None:
     run = attach("--engine", f"http://127.0.0.1:{free_port()}", "--start-timeout", "1")
     assert run.process.wait(120) == 4

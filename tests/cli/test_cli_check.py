@@ -63,8 +63,55 @@ def test_warnings_are_shown(trap):
     assert "warning: --calculate-kv-scales is deprecated" in result.stdout
 
 
+def test_the_device_is_the_one_that_is_found_here_as_in_inspect(trap, required, tmp_path, monkeypatch):
+    words = ("check", "--policy", required, "--engine-version", "0.32.0", "--json")
+    command = ("--", "vllm", "serve", trap)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    alone = json.loads(run(*words, *command).stdout)
+    assert alone["device"] is None
+    assert "no nvidia-smi" in alone["device_where"]
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho '0, GPU-1, Tesla T4, 7.5'\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    result = run(*words, *command)
+    found = json.loads(result.stdout)
+    assert (found["device"], found["device_where"]) == ("t4", "nvidia-smi")
+    assert result.exit_code == ExitCode.POLICY_VIOLATION
+    assert {one["name"]: one["result"] for one in found["checks"]}["start"] == "fail"
+    assert "vLLM 0.32.0 on t4 (nvidia-smi): KV cache" in run(*words[:-1], *command).stdout
+    none = json.loads(run(*words, "--device", "none", *command).stdout)
+    assert (none["device"], none["device_where"]) == (None, "--device none")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "version", "flags", "expected"),
+    [
+        ("Qwen3_5ForConditionalGeneration", "0.32.0", (), "unknown: "),
+        ("LlamaForCausalLM", "0.26.0", ("--calculate-kv-scales",), "runtime_once is expected"),
+    ],
+)
+def test_scales_that_only_the_engine_shows_are_unverified_and_said(tmp_path, required, architecture, version, flags, expected):
+    config = {**SMOLLM2, "architectures": [architecture], "quantization_config": {"quant_method": "fp8"}}
+    model = write(tmp_path / "model", config, scales(range(30)))
+    command = ("vllm", "serve", model, "--kv-cache-dtype", "fp8", *flags)
+    result = run("check", "--policy", required, "--engine-version", version, "--device", "none", "--json", "--", *command)
+    report = json.loads(result.stdout)
+    [one] = [one for one in report["checks"] if one["name"] == "kv_scales"]
+    assert (one["result"], one["required"]) == ("unverified", "checkpoint scales")
+    assert expected in one["found"]
+
+
+def test_a_typed_version_is_named_as_typed(trap, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("engine: {version: '<0.30'}\n")
+    words = ("check", "--policy", policy, "--engine-version", "0.32", "--json", "--", "vllm", "serve", trap)
+    [one] = [one for one in json.loads(run(*words).stdout)["checks"] if one["name"] == "engine_version"]
+    assert (one["result"], one["where"], one["found"]) == ("fail", "--engine-version", "vLLM 0.32.0")
+
+
 def test_bad_commands_are_usage_errors(trap, monkeypatch):
-    monkeypatch.setattr(module, "installed_version", lambda: None)
+    monkeypatch.setattr(module, "installed_engine", lambda: None)
     for arguments in (
         ("check", "--engine-version", "0.32.0", "--", "vllm", "serve", trap, "--kv-cache-dtype", "fp9"),
         ("check", "--engine-version", "0.32.0", "--", "vllm", "serve", trap / "gone"),

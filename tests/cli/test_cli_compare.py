@@ -39,6 +39,17 @@ def test_a_report_is_rebuilt_without_running(finished: list[Path], tmp_path: Pat
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["report.html", "report.json", "report.md"]
 
 
+@pytest.mark.parametrize("columns", [24, 60, 80, 240])
+def test_every_width_shows_every_number_whole(finished: list[Path], columns: int) -> None:
+    env = {**os.environ, "COLUMNS": str(columns)}
+    command = [KVGUARD, "compare", "--from", *map(str, finished)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    for whole in ("23,040", "11,520", "46,592", "93,184", "90.0 %"):
+        assert whole in done.stdout, whole
+    assert "\x1b" not in done.stdout, "no terminal, no colours"
+
+
 def test_json_and_the_gate(finished: list[Path], tmp_path: Path) -> None:
     (tmp_path / "gate.yaml").write_text("require: cannot tell\n")
     done = run("--from", *finished, "--json", "--gate", tmp_path / "gate.yaml")
@@ -65,6 +76,9 @@ def test_a_wider_margin_in_the_gate_decides(finished: list[Path], tmp_path: Path
         (("m", "--tasks", "own"), "name their file with --own-tasks"),
         (("m", "--", "vllm"), "only vLLM's flags go after `--`"),
         (("m", "--engine", "/nowhere/vllm"), "/nowhere/vllm"),
+        (("--from", "/nowhere.json", "--seed", "1"), "--seed: has no part in a report of finished arms"),
+        (("--from", "/nowhere.json", "--own-tasks", "x"), "--own-tasks: has no part in a report"),
+        (("/nowhere/model",), "'/nowhere/model': no such directory"),
         (("--from", "/nowhere.json"), "arm file /nowhere.json: no such file"),
     ],
 )
@@ -74,3 +88,12 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str, tmp_path: 
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists(), "a mistake costs no directory"
+
+
+def test_a_gate_for_an_arm_that_is_not_compared_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "gate.yaml").write_text("arms: [fp8_e5m2]\n")
+    done = run("m", "--gate", tmp_path / "gate.yaml", "--out", tmp_path / "out")
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == "kvguard: gate: arm 'fp8_e5m2' is not compared; found fp8_e4m3\n"
+    assert not (tmp_path / "out").exists()

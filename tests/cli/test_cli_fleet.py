@@ -23,7 +23,7 @@ def replica() -> Iterator[Callable[..., str]]:
     """Starts a management port that shows this record; gives its URL."""
     with contextlib.ExitStack() as stack:
 
-        def start(record: dict[str, Any] | bytes, status: int = 200) -> str:
+        def start(record: dict[str, Any] | bytes, status: int = 200, location: str = "") -> str:
             body = record if isinstance(record, bytes) else json.dumps(record).encode()
 
             class Handler(BaseHTTPRequestHandler):
@@ -31,6 +31,8 @@ def replica() -> Iterator[Callable[..., str]]:
                     found = self.path == "/record"
                     self.send_response(status if found else 404)
                     self.send_header("content-length", str(len(body)))
+                    if location:
+                        self.send_header("location", location)
                     self.end_headers()
                     self.wfile.write(body)
 
@@ -87,12 +89,27 @@ def test_scales_and_connectors_are_compared(replica: Callable[..., str]) -> None
 
 @pytest.mark.parametrize(
     ("record", "status", "says"),
-    [(b"{}", 200, "not a run record"), (b"{}", 404, "no run record yet"), (b"x" * (33 << 20), 200, "which no run record has")],
+    [
+        (b"{}", 200, "not a run record"),
+        (b"<html>Sign in</html>", 200, "not a run record"),
+        (b'{"detail":"the run record is written once the engine is verified or refused"}', 404, "no run record yet"),
+        (b'{"detail":"Not Found"}', 404, "HTTP 404; required is the management port of a replica"),
+        (b"", 503, "HTTP 503; required is the management port of a replica"),
+        (b"x" * (33 << 20), 200, "which no run record has"),
+    ],
 )
 def test_what_is_no_record_is_a_usage_error(replica: Callable[..., str], record: bytes, status: int, says: str) -> None:
     done = run(replica(build_record(sample())), replica(record, status))
     assert isinstance(done.exception, UsageError)
     assert says in str(done.exception)
+
+
+def test_a_redirection_is_named_and_not_followed(replica: Callable[..., str]) -> None:
+    record = build_record(sample())
+    there = replica(record)
+    done = run(there, replica(b"", 307, f"{there}/record"))
+    assert isinstance(done.exception, UsageError)
+    assert f"HTTP 307 to {there}/record, which is not followed; required is the management port" in str(done.exception)
 
 
 def test_a_replica_that_does_not_answer_and_too_few() -> None:

@@ -18,7 +18,7 @@ app = typer.Typer()
 def bare_machine(monkeypatch, tmp_path_factory):
     """No tools that would name an accelerator, and no engine."""
     monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("bin")))
-    monkeypatch.setattr(module, "_installed", lambda: None)
+    monkeypatch.setattr(module, "installed_engine", lambda: None)
 
 
 app.command(context_settings={"allow_extra_args": True})(inspect)
@@ -41,6 +41,24 @@ def test_smollm2(tmp_path):
     assert sizes["fp8_e4m3"] == (11_520, 93_206)
     assert found["prediction"]["dtype"] == "bfloat16"
     assert found["findings"] == []
+
+
+def test_tokens_beside_windows_are_those_of_sequences_of_that_length(tmp_path):
+    """Half of the layers see 1,024 tokens: a long sequence costs less for each token than a short one."""
+    kinds = {"sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 15}
+    directory = write(tmp_path, {**SMOLLM2, **kinds})
+
+    def tokens(*options):
+        found = report(directory, "--engine-version", "0.32.0", *options)
+        return next(size["tokens"] for size in found["sizes"] if size["dtype"] == "bfloat16")
+
+    whole, beyond, memory = 23_040, 11_520, 1 << 30
+    assert tokens("--context", "1024") == memory // whole
+    assert tokens("--context", "8192") == memory * 8192 // (1024 * whole + 7168 * beyond)
+    shown = run(directory, "--engine-version", "0.32.0").stdout
+    assert "tokens in 1,073,741,824 bytes, in sequences of 8,192" in shown
+    plain = run(write(tmp_path / "plain", SMOLLM2), "--engine-version", "0.32.0").stdout
+    assert "in sequences of" not in plain
 
 
 def test_a_scheme_without_scales(tmp_path):
@@ -90,7 +108,7 @@ def test_without_an_engine_the_version_is_unknown(tmp_path, monkeypatch):
         full_version="0.32.0+cpu",
         python_version="3.11.2",
     )
-    monkeypatch.setattr(module, "_installed", lambda: engine)
+    monkeypatch.setattr(module, "installed_engine", lambda: engine)
     found = report(directory)
     assert (found["engine_version"], found["device"]["name"]) == ("0.32.0", "cpu")
     assert "device:               cpu (vllm 0.32.0+cpu is a CPU build)" in run(directory).stdout

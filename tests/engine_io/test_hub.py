@@ -125,19 +125,20 @@ def test_a_named_revision(hub, tmp_path):
 
 def test_offline_asks_nobody(hub, tmp_path):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        assert "HF_HUB_OFFLINE is set" in failure("org/model", env(hub, tmp_path, **{name: "1"}))
+        assert f"because {name} is set" in failure("org/model", env(hub, tmp_path, **{name: "1"}))
     assert not hub.asked
+    assert locate("org/model", env(hub, tmp_path, HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE="1")).published
 
 
 def test_the_library_may_forbid_it_too(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in failure("org/model", env(hub, tmp_path))
+    assert "HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set" in failure("org/model", env(hub, tmp_path))
 
 
 def test_nobody_there(hub, tmp_path):
     text = failure("org/other", env(hub, tmp_path))
     assert "org/other on http://127.0.0.1" in text
-    assert "not found there, nor in the local cache; if it is private, give HF_TOKEN" in text
+    assert "not found there, nor in the local cache, nor a directory here; if it is private, give HF_TOKEN" in text
     for name in ("other", "org/other/more", "org/..", "", "a\0b"):
         assert "is needed" in failure(name, env(hub, tmp_path))
 
@@ -154,7 +155,37 @@ def test_the_token_opens_a_private_repository_and_stays_with_the_hub(hub, tmp_pa
 
 def test_a_gated_repository(hub, tmp_path):
     hub.repositories["org/gated"] = Repository(sharded(), token="secret", gated=True)
-    assert "gated; ask for access on the hub" in failure("org/gated", env(hub, tmp_path))
+    assert "gated, ask for access on the hub, and give your token there (HF_TOKEN)" in failure("org/gated", env(hub, tmp_path))
+
+
+def test_a_token_that_does_not_do(hub, tmp_path, monkeypatch):
+    hub.repositories["org/private"] = Repository(sharded(), token="secret")
+    hub.repositories["org/gated"] = Repository(sharded(), token="secret", gated=True)
+    monkeypatch.setenv("HF_TOKEN", "another")
+    assert "HTTP 401 with this token: it is not accepted, or may not read" in failure("org/private", env(hub, tmp_path))
+    assert "gated, and not open to this token: ask for access on the hub" in failure("org/gated", env(hub, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, b"", "HTTP 401"),
+        (403, b"", "HTTP 403: not allowed, with this token or without one"),
+        (404, b"<html>", "HTTP 404: no hub answers so; is HF_ENDPOINT the address of one?"),
+        (429, b"", "HTTP 429: too many requests, try later"),
+        (200, b"<html>Sign in</html>", "the answer is not a hub's"),
+        (200, b"[]", "the answer is not a hub's"),
+    ],
+)
+def test_what_is_not_a_hub_or_says_no(hub, tmp_path, status, body, said):
+    hub.says = (status, body)
+    text = failure("org/model", env(hub, tmp_path))
+    assert said in text
+    assert hub.endpoint in text
+
+
+def test_a_name_that_no_hub_has(hub, tmp_path):
+    assert "not a name that a hub has" in failure("org--more/model", env(hub, tmp_path))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00000-of-00003.safetensors"])
@@ -199,6 +230,7 @@ def test_no_hub_at_all(hub, tmp_path):
         port = free.getsockname()[1]
     text = failure("org/model", {"HF_ENDPOINT": f"http://user:secret@127.0.0.1:{port}", "HF_HUB_CACHE": str(tmp_path)})
     assert f"org/model on http://127.0.0.1:{port}: no answer (" in text
+    assert "no directory here has that name, nor has the local cache" in text
 
 
 def test_scales_beside_each_other_are_one_request(hub, tmp_path):

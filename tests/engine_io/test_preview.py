@@ -51,7 +51,7 @@ def test_one_command_on_five_versions():
     assert "no attention backend" in typed[0].problem
     assert (typed[1].echo, typed[1].scales) == ("bfloat16", "checkpoint")
     changes = differences(typed)
-    assert changes[0] == "0.14.1 → 0.16.0: starts"
+    assert changes[0] == "0.14.1 → 0.16.0: starts, with a KV cache of fp8_e4m3, not as typed"
     assert "0.16.0 → 0.22.1: KV cache fp8_e4m3 → bfloat16" in changes
     assert changes[-1] == "0.32.0 → 0.33.0: unknown, because the facts cover 0.8.5..0.32.0"
     assert not any("0.22.1 → 0.32.0" in change for change in changes)

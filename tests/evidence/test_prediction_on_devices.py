@@ -42,12 +42,53 @@ def on(device, version="0.32.0", typed=None, declared=PLAIN):
         ("v100", None, "float16", False),
         ("sm999", None, "unknown", False),
         ("sm999", "fp8", "unknown", False),
+        ("gfx1100", None, "bfloat16", False),
+        ("gfx1100", "fp8", "unknown", False),
+        ("mi355x", "fp8", "fp8_e4m3", False),
+        ("xpu", "fp8", "fp8_e4m3", False),
+        ("xpu", "fp8_e5m2", "unknown", False),
+        ("t4", "turboquant_k8v4", "unknown", False),
     ],
 )
 def test_a_typed_value_by_device(device, typed, dtype, fails):
     found = on(device, typed=typed)
     assert (found.dtype, found.fails) == (dtype, fails)
     assert found.explicit_honoured == (None if typed is None or (dtype == "unknown" and not fails) else not fails)
+
+
+@pytest.mark.parametrize(
+    ("device", "versions"),
+    [
+        ("orin", EXAMINED),
+        ("thor", EXAMINED),
+        ("sm61", EXAMINED),
+        ("gfx906", EXAMINED),
+        ("rtx5090", ("0.16.0", "0.23.0")),
+        ("b200", ("0.9.2",)),
+        ("mi355x", ("0.26.0",)),
+        ("gfx1201", ("0.31.0",)),
+        ("xpu", ("0.19.1",)),
+    ],
+)
+def test_a_device_that_was_not_read_for_a_version_is_unknown_there(device, versions):
+    for version in versions:
+        for typed in (None, "fp8"):
+            for declared in (PLAIN, CT, MO):
+                found = on(device, version, typed, declared)
+                assert not found.fails
+                assert found.dtype == "unknown"
+                assert "was not examined" in found.reason
+
+
+def test_the_same_device_is_known_from_the_version_that_was_read_on():
+    assert on("rtx5090", "0.24.0").dtype == on("b200", "0.10.0").dtype == on("xpu", "0.20.0").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("version", "dtype"), [("0.9.2", "unknown"), ("0.16.0", "unknown"), ("0.32.0", "fp8_e5m2")])
+def test_e5m2_on_hopper_depends_on_the_backend_before_0_22(version, dtype):
+    found = on("h100", version, "fp8_e5m2")
+    assert found.dtype == dtype
+    assert on("l40s", version, "fp8_e5m2").dtype == "fp8_e5m2"
 
 
 def test_a_declared_fp8_meets_the_device_too():

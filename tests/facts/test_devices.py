@@ -78,6 +78,12 @@ def result(version, device, dtype, *, mla=False, traits=()):
         ("0.32.0", "mi250", "fp8_e4m3", "unknown"),
         ("0.32.0", "mi300x", "fp8_e4m3", None),
         ("0.32.0", "cpu", "bfloat16", None),
+        ("0.32.0", "gfx1100", "fp8_e4m3", "unknown"),
+        ("0.32.0", "gfx1201", "fp8_e4m3", "unknown"),
+        ("0.16.0", "h100", "fp8_e5m2", "unknown"),
+        ("0.22.0", "h100", "fp8_e5m2", None),
+        ("0.32.0", "xpu", "nvfp4", "fails"),
+        ("0.32.0", "xpu", "turboquant_k8v4", "unknown"),
     ],
 )
 def test_what_a_device_does_with_a_dtype(version, device, dtype, expected):
@@ -89,12 +95,26 @@ def test_mla_and_mixed_head_sizes_have_no_way_out_below_8_9():
     assert result("0.20.2", "a100", "fp8_e4m3", mla=True) == "unknown"
     assert result("0.32.0", "a100", "fp8_e4m3", traits=["mixed_head_sizes"]) == "fails"
     assert result("0.32.0", "h100", "fp8_e4m3", traits=["mixed_head_sizes"]) is None
+    assert result("0.16.0", "l40s", "fp8_e4m3", mla=True) == "unknown"
+    assert result("0.18.0", "l40s", "fp8_e4m3", mla=True) is None
+    assert result("0.16.0", "h100", "fp8_e4m3", mla=True) is None
 
 
 def test_scales_are_doubled_on_fnuz_devices_only():
     assert doubled_scales(find_device("mi300x"))
     assert doubled_scales(find_device("mi355x")) is None
     assert doubled_scales(None) is None
+
+
+def test_every_device_that_was_read_has_its_versions_and_its_source():
+    for entry in read_data("devices")["examined"]:
+        assert entry["source"]
+        assert entry["names"]
+        assert in_range("0.32.0", entry["versions"])
+    known = [name for name in read_data("devices")["devices"] if find_device(name).examined("0.32.0")]
+    assert set(read_data("devices")["devices"]) - set(known) == {"orin", "thor"}
+    assert not find_device("h100").examined("0.33.0")
+    assert not find_device("cpu").examined("0.8.4")
 
 
 def test_every_rule_is_usable():

@@ -53,7 +53,7 @@ def test_there(tmp_path: Path) -> None:
         engine.says = {"/metrics": (404, b"")}
         assert looks(engine, 3) == [Seen(answers=True)] * 3
         engine.says = {"/health": (500, b"")}
-        assert looks(engine, 5) == [Seen()] * 5
+        assert looks(engine, 5) == [Seen(problem="HTTP 500: no message", status=500)] * 5
         engine.says = {"/health": (503, b"")}
         assert [seen.lost for seen in looks(engine, 3)] == ["", "", "it answered /health with an error three times"]
     finally:
