@@ -88,8 +88,11 @@ def read_prompts(path: Path | None) -> list[str]:
     """Prompts of a file: JSON lines with `prompt`, or one a line. Raises UsageError naming file and line."""
     if path is None:
         return list(SELF_CHECK)
-    text = read_regular_file(path, _FILE_LIMIT, "prompt file").decode("utf-8-sig", "replace")
     name = printable(str(path))
+    try:
+        text = read_regular_file(path, _FILE_LIMIT, "prompt file").decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"prompt file {name}: not UTF-8 at byte {error.start}") from None
     found = []
     for number, line in enumerate(text.split("\n"), 1):  # JSON may hold other line separators as they are
         if not line.strip():
@@ -124,8 +127,9 @@ def read_scales(path: Path) -> dict[str, Any]:
         if not isinstance(error, ValidationError):
             raise UsageError(f"scales file {name}: not JSON: {error}") from error
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"scales file {name}{f' key {printable(where)}' if where else ''}: {first['msg']}") from None
+        where = ".".join(str(part) for part in first["loc"][:2])  # behind them are the forms that a layer's scales may have
+        words = first["msg"] if len(first["loc"]) < 2 else "required is a number above 0, or a list of them for the KV heads"
+        raise UsageError(f"scales file {name}{f' key {printable(where)}' if where else ''}: {words}") from None
 
 
 def _watch(url: str, formats: list[dict[str, Any]], probes: int, *, as_json: bool) -> None:

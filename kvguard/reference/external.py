@@ -70,7 +70,7 @@ async def ask_reference(client: EngineClient, primary: Primary, their_record: Re
         return Asked(f"{client.target}: no model is served there ({answer.problem})", standing=Standing(absent=True))
     bases, adapters = bases_and_adapters(answer)
     if not bases:
-        return Asked(f"{client.target}: no model is served there (an empty list)")
+        return Asked(f"{client.target}: no model is served there (its /v1/models names none)")
     dtype = answer.headers.get("x-kvguard-kv-cache-dtype", "")
     confidence = answer.headers.get("x-kvguard-confidence", "")
     if dtype not in _SIXTEEN_BIT or confidence != "proven":

@@ -556,7 +556,8 @@ class Shadow:
             except RuntimeError:  # the client was closed: kvguard is about to stop
                 decode, problem = None, "kvguard is stopping"
             if decode is None:
-                problems.append(f"prompt {number}: the engine's answer could not be scored ({problem})")
+                why = "an error, as for a prompt beyond its max-model-len" if problem == Problem.ERROR else problem
+                problems.append(f"prompt {number}: the engine's answer could not be scored ({why})")
                 continue
             scored = await self._score(decode, wanted, 1.0, stratum(len(decode.prompt_ids), 1), whatif=choices)
             if scored.observation is None:

@@ -14,7 +14,7 @@ MOST = 8
 
 _MOST_LAYERS = 1024
 
-Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Layers = Annotated[
     tuple[Scale | Annotated[tuple[Scale, ...], Field(min_length=1, max_length=1024)], ...],
     Field(min_length=1, max_length=_MOST_LAYERS),

@@ -119,6 +119,13 @@ def test_a_file_that_is_wrong(tmp_path: Path, content: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes(b"a prompt\n\xff\n")
+    with pytest.raises(UsageError, match=r"prompt file .*prompts: not UTF-8 at byte 9$"):
+        read_prompts(path)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
         read_prompts(tmp_path / "none")
@@ -168,8 +175,11 @@ def test_whatif_with_scales_of_a_file(management: Management, tmp_path: Path) ->
         ("[]", "Input should be a valid dictionary"),
         ('{"k": [1]}', "key v: Field required"),
         ('{"k": [1], "v": [1, 1]}', "k scales for 1 layers, v scales for 2"),
-        ('{"k": [0], "v": [1]}', "key k.0."),
-        ('{"k": [NaN], "v": [1]}', "key k.0."),
+        ('{"k": [0], "v": [1]}', "key k.0: required is a number above 0, or a list of them for the KV heads"),
+        ('{"k": [NaN], "v": [1]}', "key k.0: required is"),
+        ('{"k": [1], "v": [true]}', "key v.0: required is"),
+        ('{"k": [1, "1"], "v": [1, 1]}', "key k.1: required is"),
+        ('{"k": [[1, 0]], "v": [1]}', "key k.0: required is"),
         ('{"k": [], "v": []}', "key k: "),
     ],
 )

@@ -567,13 +567,18 @@ def test_an_error_of_our_own_is_in_the_report() -> None:
 def test_one_shot_probes_answer_in_the_order_asked() -> None:
     async def scenario() -> None:
         async with Probing() as probing:
-            probing.engine.says = lambda number: NAN if number == len(SELF_CHECK) + 2 else answer()
+            too_long = Answer(status=400, body={"error": {"message": f"{CANARY} is too long"}})
+            says = {len(SELF_CHECK) + 2: NAN, len(SELF_CHECK) + 4: too_long}
+            probing.engine.says = lambda number: says.get(number, answer())
             choice = Choice(label="fp8_e5m2 nearest, scales unit", format="fp8_e5m2", scales="unit")
-            found, problems = await probing.shadow.probe_once([CANARY] * 3, [choice], greedy=True, max_tokens=200)
+            found, problems = await probing.shadow.probe_once([CANARY] * 4, [choice], greedy=True, max_tokens=200)
             document = probe_document(found, problems)
             assert list(document["estimates"]) == [COST, UNEXPLAINED, choice.label]
             assert document["requests"] == 2
-            assert document["problems"] == ["prompt 2: the engine's answer could not be scored (nan logprob)"]
+            assert document["problems"] == [
+                "prompt 2: the engine's answer could not be scored (nan logprob)",
+                "prompt 4: the engine's answer could not be scored (an error, as for a prompt beyond its max-model-len)",
+            ]
             assert document["estimates"][choice.label]["abs_delta"]["value"] == pytest.approx(0.13 - 0.11, rel=0.2), (
                 "pass against pass"
             )
