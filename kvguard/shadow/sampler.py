@@ -156,6 +156,7 @@ class Sampler(Generic[T]):
         """
         with self._lock:
             self._expire(now)
+            self._drop_impossible(now)
             if not self._queue or self._running is not None:
                 return False
             hold: Drop | None = None
@@ -183,17 +184,16 @@ class Sampler(Generic[T]):
             if self._running is not None:
                 return None
             hold = self._hold(now, waiting, kv_pinned, running)
-            while hold is None and self._queue:
+            if hold is None:
+                self._drop_impossible(now)
+            if hold is None and self._queue:
                 item = self._queue[0]
                 cost = self._cost(now, item.tokens)
-                if (never := self._never(now, item.tokens)) is not None:
-                    self._leave_queue(never)
-                elif not self._budget.affords(now, cost):
-                    hold = Drop.BUDGET
-                else:
+                if self._budget.affords(now, cost):
                     self._leave_queue("running")
                     self._running = (item, self._budget.spend(now, cost))
                     return item
+                hold = Drop.BUDGET
             self._held_by(hold)
             return None
 
@@ -321,6 +321,11 @@ class Sampler(Generic[T]):
             self._times.refuse(now, tokens)
             return Drop.STALL
         return None
+
+    def _drop_impossible(self, now: float) -> None:
+        """Those at the head whose passes no load would allow."""
+        while self._queue and (never := self._never(now, self._queue[0].tokens)) is not None:
+            self._leave_queue(never)
 
     def _cost(self, now: float, tokens: int) -> float:
         """Engine seconds that the probe is expected to take, at most a whole window's: it then starts on empty books."""

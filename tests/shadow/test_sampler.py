@@ -462,3 +462,10 @@ def test_what_always_runs_beside_others_is_dropped_for_their_gaps() -> None:
     clock.now = 62.0
     assert start(sample, clock.now, running=1.0) is None
     assert drops(sample)[Drop.GAPS] == 1
+
+
+def test_what_no_load_would_allow_is_dropped_before_the_engine_is_asked() -> None:
+    sample = sampler(max_stall_ms=1)
+    sample.offer(SHORT, 100, "")
+    assert not sample.promising(0.0, in_flight=0)
+    assert (drops(sample), sample.queued) == ({Drop.STALL: 1}, 0)
