@@ -15,6 +15,8 @@ from kvguard.vocabulary import Frozen
 
 SHADOW_OFF = "shadow probes are off, or the engine is not serving yet: start with `kvguard serve --shadow in-engine`"
 
+_ANSWER: dict[str, Any] = {"response_model": dict[str, Any], "responses": {404: {"model": Problem}}}
+
 
 class Probe(Frozen):
     """A one-shot probe. Prompts are kept in memory until they are answered, and nowhere else."""
@@ -46,8 +48,7 @@ def shadow_router(
 
     @router.get(
         "/shadow",
-        response_model=dict[str, Any],
-        responses={404: {"model": Problem}},
+        **_ANSWER,
         summary="Quality estimates by stratum, fidelity, controls and the alarm; no prompts",
     )
     async def shadow_report() -> Response:
@@ -55,8 +56,7 @@ def shadow_router(
 
     @router.post(
         "/shadow/probe",
-        response_model=dict[str, Any],
-        responses={404: {"model": Problem}},
+        **_ANSWER,
         summary="Probe these prompts now; estimates only come back",
     )
     async def shadow_probe(question: Probe) -> Response:
@@ -69,8 +69,7 @@ def shadow_router(
 
     @router.get(
         "/shadow/ranges",
-        response_model=dict[str, Any],
-        responses={404: {"model": Problem}},
+        **_ANSWER,
         summary="What keys and values of probed requests span, by layer and head, where the policy lets it be measured",
     )
     async def shadow_ranges() -> Response:
@@ -78,8 +77,7 @@ def shadow_router(
 
     @router.put(
         "/shadow/whatif",
-        response_model=dict[str, Any],
-        responses={404: {"model": Problem}},
+        **_ANSWER,
         summary="Let live probes also try these formats; /shadow has the estimates under `whatif`",
     )
     async def shadow_whatif(wanted: Watch) -> Response:

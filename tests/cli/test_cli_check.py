@@ -5,23 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from static_commands import run
 
 from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
 from kvguard.cli import check as module
-from kvguard.cli.check import check
-from kvguard.cli.inspect import inspect
 from kvguard.vocabulary import ExitCode, UsageError
-
-EXTRA = {"allow_extra_args": True, "ignore_unknown_options": False}
-app = typer.Typer()
-app.command(context_settings=EXTRA)(check)
-app.command(context_settings=EXTRA)(inspect)
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

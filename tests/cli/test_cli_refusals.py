@@ -9,13 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from static_commands import run
 
 from checkpoint_fakes import COMPRESSED_TENSORS, SMOLLM2, scales, write
 from kvguard.checkpoint.declared import declare
-from kvguard.cli.check import check
-from kvguard.cli.inspect import inspect
 from kvguard.engine.checkpoint_files import read_checkpoint
 from kvguard.engine.client import check_engine
 from kvguard.engine.hub_repository import HubRepository
@@ -24,15 +21,7 @@ from kvguard.evidence.prediction import predict
 from kvguard.facts.cli_flags import table_for
 from kvguard.vocabulary import ExitCode, UsageError
 
-EXTRA = {"allow_extra_args": True, "ignore_unknown_options": False}
 KVGUARD = str(Path(sys.executable).parent / "kvguard")
-app = typer.Typer()
-app.command(context_settings=EXTRA)(check)
-app.command(context_settings=EXTRA)(inspect)
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ import pytest
 import yaml
 from charts import ROOT, tool
 from panels import MAY_BE_EMPTY, all_find, queries
-from probed import probed
 from prometheus_client import CollectorRegistry, start_http_server
 from watching import watched
 
 from fake_engine import Faulty
+from kvguard.shadow.models import Stratum
 from kvguard.telemetry.shadow_metrics import ShadowCollector
+from shadow_reports import full_report
 
 FILES = sorted((ROOT / "deploy" / "grafana").glob("*.json"))
 
@@ -131,7 +132,8 @@ class _Recorded(BaseHTTPRequestHandler):
 def test_every_query_finds_what_kvguard_exports(tmp_path):
     """A real Prometheus over a `kvguard serve` of an engine in miniature, a real engine's page, and the probes' collector."""
     probes = CollectorRegistry()
-    probes.register(ShadowCollector(probed))
+    report = full_report([Stratum("0-256", "1", "")])
+    probes.register(ShadowCollector(lambda: report))
     server, thread = start_http_server(0, "127.0.0.1", probes)
     recorded = ThreadingHTTPServer(("127.0.0.1", 0), _Recorded)
     recording = threading.Thread(target=recorded.serve_forever, daemon=True)

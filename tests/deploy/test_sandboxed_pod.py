@@ -79,6 +79,10 @@ class Pod:
             time.sleep(0.05)
         raise AssertionError(self.errors.read_text("utf-8", "replace"))
 
+    def seen_inside(self, place: str) -> Path:
+        """A place under the container's own root."""
+        return Path("/proc", str(self.process.pid), "root", place)
+
     def stop(self) -> int:
         self.process.terminate()
         try:
@@ -100,7 +104,7 @@ def test_it_serves_and_drains(tmp_path):
         record = ask(pod.management, "/record")
         assert record is not None
         assert record.status_code == 200
-        assert Path(f"/proc/{pod.process.pid}/root/var/lib/kvguard/kvguard/records").is_dir()
+        assert pod.seen_inside("var/lib/kvguard/kvguard/records").is_dir()
         assert Path(f"/proc/{pod.process.pid}/status").read_text().split("Uid:")[1].split()[:2] == ["65532", "65532"]
     finally:
         code = pod.stop()
@@ -115,7 +119,7 @@ def test_a_refusal_is_remembered_and_in_the_termination_message(tmp_path):
     pod = Pod(tmp_path, {"kv_cache": {"dtype": "fp8_e4m3"}, "engine": {"attention_backend": "FLASH_ATTN"}})
     try:
         pod.until("refused")
-        kept = list(Path(f"/proc/{pod.process.pid}/root/var/lib/kvguard-refusals").glob("*.json"))
+        kept = list(pod.seen_inside("var/lib/kvguard-refusals").glob("*.json"))
         assert [json.loads(path.read_text())["checks"][0]["name"] for path in kept] == ["attention_backend"]
     finally:
         pod.stop()

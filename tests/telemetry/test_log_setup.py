@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -14,16 +13,6 @@ from kvguard.telemetry.logging import configure, flush
 from kvguard.vocabulary import UsageError
 
 WAIT_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
 
 
 def written(capsys: pytest.CaptureFixture[str]) -> str:

@@ -23,16 +23,6 @@ LINES = 500  # of 200 bytes: more than a pipe holds
 log = structlog.get_logger("kvguard")
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The reading end of a full pipe, which is standard error."""

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from kvguard.telemetry import logging as setup
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("json", [True, False, None])

@@ -8,48 +8,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvguard.evidence.metrics import EngineFigures
 from kvguard.guard.gate import Canaries, Status
-from kvguard.shadow.candidate import Reason
 from kvguard.shadow.control import Control
-from kvguard.shadow.fidelity import Fidelity
 from kvguard.shadow.models import COST, PROMPT_STRATA, TURN_STRATA, UNEXPLAINED, Stratum, stratum
-from kvguard.shadow.replay import Problem
 from kvguard.shadow.report import ShadowReport
-from kvguard.shadow.sequential import AlarmTest, begin
 from kvguard.shadow.statistics import Sums
-from kvguard.shadow.tally import Count, Drop, Row
 from kvguard.telemetry.metrics import GuardCollector, ProxyMetrics
 from kvguard.telemetry.shadow_metrics import SHADOW_FAMILIES, STATES, ShadowCollector
 from kvguard.vocabulary import Check, CheckResult, Confidence, Effective, ScaleState
+from shadow_reports import REASONS, full_report, sums_of_six
 from shadow_streams import scored
 
 STRATA = [Stratum(prompt, turns, adapter) for prompt in PROMPT_STRATA for turns in TURN_STRATA for adapter in ("", "a")]
-REASONS = {str(reason): 2 for reason in Reason} | {f"replay: {problem}": 3 for problem in Problem} | {"error": 1}
-
-
-def sums(mean: float) -> Sums:
-    return sum((Sums.of(4.0, scored(mean + 0.01 * n, flips=n % 2)) for n in range(6)), Sums())
-
-
-FULL = ShadowReport(
-    state="probing",
-    reference="in-engine",
-    fidelity=Fidelity(explained_by="fp8_e4m3 truncate", residuals={"16bit": 0.1}, requests=12, reason="r"),
-    control=Control(blind="", power=0.95, probes=100, streams=200, effect=0.4, target=0.1),
-    baseline=0.03,
-    measured_baseline=0.025,
-    tolerance=0.02,
-    alarm=begin(AlarmTest(baseline=0.03, tolerance=0.02), blind=""),
-    sums={name: {where: sums(mean) for where in STRATA} for name, mean in ((COST, 0.1), (UNEXPLAINED, 0.03))},
-    probes=48,
-    collapsed=1,
-    skipped=REASONS,
-    rows=tuple(
-        Row(where, 0.05, Count(9, 9), Count(), Count(), Count(), Count(1, 1), {cause: Count(2, 20) for cause in Drop})
-        for where in STRATA
-    ),
-    pass_seconds=1.5,
-    stalls_over_budget=2,
-)
+FULL = full_report(STRATA)
 
 
 class Export:
@@ -109,7 +79,7 @@ def test_figures() -> None:
 
 
 def test_strata_are_told_apart_by_length_and_by_turns() -> None:
-    cells = {stratum(10, 1): sums(0.1), stratum(10, 6, "a"): sums(0.3), stratum(5000, 6): sums(0.3)}
+    cells = {stratum(10, 1): sums_of_six(0.1), stratum(10, 6, "a"): sums_of_six(0.3), stratum(5000, 6): sums_of_six(0.3)}
     export = Export(ShadowReport(state="probing", sums={COST: cells}))
 
     def value(by: str, stratum: str, bound: str = "estimate", comparison: str = COST) -> float | None:

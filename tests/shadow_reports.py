@@ -1,25 +1,26 @@
-"""A report of shadow probes in which every figure is known, for the panels that show them."""
+"""A report of shadow probes in which every figure is known."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from kvguard.shadow.candidate import Reason
 from kvguard.shadow.control import Control
 from kvguard.shadow.fidelity import Fidelity
 from kvguard.shadow.models import COST, UNEXPLAINED, Stratum
+from kvguard.shadow.replay import Problem
 from kvguard.shadow.report import ShadowReport
 from kvguard.shadow.sequential import AlarmTest, begin
 from kvguard.shadow.statistics import Sums
 from kvguard.shadow.tally import Count, Drop, Row
 from shadow_streams import scored
 
+REASONS = {str(reason): 2 for reason in Reason} | {f"replay: {problem}": 3 for problem in Problem} | {"error": 1}
 
-def probed() -> ShadowReport:
-    """Twelve requests of one turn and short prompts."""
-    where = Stratum("0-256", "1", "")
-    sums = {
-        name: {where: sum((Sums.of(4.0, scored(mean + 0.01 * n, flips=n % 2)) for n in range(12)), Sums())}
-        for name, mean in ((COST, 0.1), (UNEXPLAINED, 0.03))
-    }
+
+def full_report(strata: Sequence[Stratum]) -> ShadowReport:
+    """Six requests of each stratum; every cause and every reason has been met."""
+    dropped = {cause: Count(2, 20) for cause in Drop}
     return ShadowReport(
         state="probing",
         reference="in-engine",
@@ -29,11 +30,16 @@ def probed() -> ShadowReport:
         measured_baseline=0.025,
         tolerance=0.02,
         alarm=begin(AlarmTest(baseline=0.03, tolerance=0.02), blind=""),
-        sums=sums,
-        probes=12,
-        collapsed=0,
-        skipped={str(next(iter(Reason))): 2},
-        rows=(Row(where, 0.05, Count(9, 9), Count(), Count(), Count(), Count(1, 1), {next(iter(Drop)): Count(2, 20)}),),
+        sums={name: dict.fromkeys(strata, sums_of_six(mean)) for name, mean in ((COST, 0.1), (UNEXPLAINED, 0.03))},
+        probes=48,
+        collapsed=1,
+        skipped=REASONS,
+        rows=tuple(Row(where, 0.05, Count(9, 9), Count(), Count(), Count(), Count(1, 1), dropped) for where in strata),
         pass_seconds=1.5,
         stalls_over_budget=2,
     )
+
+
+def sums_of_six(mean: float) -> Sums:
+    """Of six requests of weight 4 about this mean."""
+    return sum((Sums.of(4.0, scored(mean + 0.01 * n, flips=n % 2)) for n in range(6)), Sums())
