@@ -75,7 +75,7 @@ class Guarded:
         self.run_base = Path(f"/tmp/kvgt-{secrets.token_hex(4)}")
         self.records = directory / "records"
         self.termination_log = directory / "termination-log"
-        self._group: int | None = None
+        self._groups: dict[str, int] = {}
         policy_file = directory / "policy.yaml"
         policy_file.write_text(policy)
         command = [KVGUARD, "serve", "--management-port", str(self.management_port), "--record-dir", str(self.records)]
@@ -208,12 +208,12 @@ class Guarded:
 
     # What is left of it
 
-    def engine_group(self) -> int | None:
-        """The engine's process group, remembered from the run directory while that exists."""
+    def engine_group(self, name: str = "engine") -> int | None:
+        """The process group of the engine (or the "reference"), remembered from the run directory while that exists."""
         with contextlib.suppress(OSError):  # it may be taken away at any moment
-            for note in self.run_base.glob("*/engine.pid"):
-                self._group = int(note.read_text().split()[0])
-        return self._group
+            for note in self.run_base.glob(f"*/{name}.pid"):
+                self._groups[name] = int(note.read_text().split()[0])
+        return self._groups.get(name)
 
     def engine_processes(self) -> list[int]:
         """Processes of this start's engine, zombies included."""
@@ -241,7 +241,7 @@ class Guarded:
         raise AssertionError(f"no engine process called {title}: {titles}")
 
     def assert_nothing_left(self) -> None:
-        assert self._group is not None, "look at engine_processes() while the engine runs, or nothing is proven"
+        assert "engine" in self._groups, "look at engine_processes() while the engine runs, or nothing is proven"
         assert self.engine_processes() == []
         assert not self.run_base.exists()
 

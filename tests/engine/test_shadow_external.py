@@ -57,8 +57,9 @@ def _same(answers: list[str], before: list[str]) -> None:
 
 
 def _group(served: Guarded) -> int:
-    (note,) = served.run_base.glob("*/reference.pid")
-    return int(note.read_text().split()[0])
+    group = served.engine_group("reference")
+    assert group is not None
+    return group
 
 
 def test_its_estimate_is_that_of_the_pass_inside_the_engine(served: Guarded) -> None:
