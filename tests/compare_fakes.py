@@ -7,7 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvguard.compare.models import AGAIN, REFERENCE, WEAK, Answered, ArmFile, Forced, Generated, Item, Plan, Scored, Throughput
+from kvguard.compare.models import (
+    AGAIN,
+    REFERENCE,
+    WEAK,
+    Answered,
+    ArmFile,
+    Forced,
+    Generated,
+    Item,
+    Plan,
+    Scored,
+    Throughput,
+    is_sixteen_bit,
+)
 from kvguard.compare.planning import make_plan
 from kvguard.record.build import build_record
 from kvguard.record.statement import Statement
@@ -40,10 +53,11 @@ def arm(
     text: str = "",
     collapse: Score = lambda place: 0.0,
     dtype: str | None = None,
+    backend: str = "CPU_ATTN",
     **more: Any,
 ) -> ArmFile:
     """`score` gives each item's score by its place in its task; every text differs by arm unless `text` is given."""
-    sixteen = name in (REFERENCE, AGAIN)
+    sixteen = name == AGAIN or is_sixteen_bit(name)
     kind = dtype or ("bfloat16" if sixteen else "fp8_e4m3")
     scales = (
         ScaleState.NOT_QUANTIZED if kind == "bfloat16" else ScaleState.RUNTIME_ONCE if name == WEAK else ScaleState.UNIT_DEFAULT
@@ -72,7 +86,7 @@ def arm(
         "command": ("vllm", "serve", "models/small", "--enforce-eager"),
         "record": document,
         "record_digest": document["predicate"]["content_digest"],
-        "effective": effective.model_copy(update={"attention_backends": ("CPU_ATTN",), "kv_bytes": size}),
+        "effective": effective.model_copy(update={"attention_backends": (backend,), "kv_bytes": size}),
         "limits": LIMITS,
         "chat_template": True,
         "template_digest": "sha256:" + "0" * 64,

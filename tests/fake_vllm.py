@@ -47,6 +47,8 @@ FAULTS = {
     "broken_scales": "the workers' scales are NaN",
     "sixteen_bit": "the cache is 16-bit whatever the command says",
     "quantized": "the cache is FP8 whatever the command says",
+    "fp8_moves_backend": "a quantized cache runs on another attention backend, unless the command pins one",
+    "ignores_backend": "a pinned attention backend is not taken",
     "no_metrics": "/metrics answers 404",
     "wakes_with_other_scales": "/wake_up changes the scales on the device and leaves the host's, as 0.12.0 to 0.28.0 do",
     "raises_after_a_wake": "after /wake_up the call to the workers raises",
@@ -82,13 +84,14 @@ def faulty(name: str) -> bool:
 class Client:
     """vLLM's engine client: one worker, with the extension that the command names."""
 
-    def __init__(self, extension: type, dtype: str) -> None:
+    def __init__(self, extension: type, dtype: str, pinned: str | None = None) -> None:
         if faulty("quantized"):
             dtype = "fp8_e4m3"
         quantized = dtype.startswith("fp8") and not faulty("sixteen_bit")
         self.blocks = 728 if quantized else 364
         more: dict[str, Any] = {"_k_scale": scale(float("nan"))} if faulty("broken_scales") else {}
-        unit = {"k": 1.0, "v": 1.0}
+        moved = "FLASHINFER" if quantized and faulty("fp8_moves_backend") else "CPU_ATTN"
+        unit = {"k": 1.0, "v": 1.0, "backend": moved if pinned is None or faulty("ignores_backend") else pinned}
         layers = {} if faulty("worker_error") else model(30, dtype if quantized else "bfloat16", **unit, **more)
         self.sleeping = self.woken = False
         self._layers = layers
@@ -222,6 +225,7 @@ def main() -> None:
     parser.add_argument("--uds", required=True)
     parser.add_argument("--port", required=True)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--attention-backend")
     parser.add_argument("--worker-extension-cls", required=True)
     parser.add_argument("--middleware", action="append", default=[])
     options, _ = parser.parse_known_args()
@@ -246,7 +250,7 @@ def main() -> None:
 
         threading.Thread(target=lambda: [os.write(1, b"flood " * 10922) for _ in range(400)], daemon=True).start()
     dtype = "fp8_e4m3" if options.kv_cache_dtype == "fp8" else options.kv_cache_dtype
-    client = Client(_named(options.worker_extension_cls), dtype)
+    client = Client(_named(options.worker_extension_cls), dtype, options.attention_backend)
     engine = Engine(client, options.kv_cache_dtype, options.model)
     app = Starlette(
         routes=[

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvguard.cli.engine_log import engine_log as open_engine_log
-from kvguard.compare.arms import chosen_arms
+from kvguard.compare.arms import arm_of, chosen_arms
+from kvguard.compare.finished import read_arms
 from kvguard.compare.gate import Gate, below, load_gate
 from kvguard.compare.harness import COMMAND, chosen_harness, harness_command
 from kvguard.compare.judge import judge
@@ -27,8 +29,10 @@ from kvguard.compare.models import ArmFile
 from kvguard.compare.outcome import Outcome
 from kvguard.compare.own_tasks import own_items
 from kvguard.compare.planning import OWN, TASKS, chosen_tasks
+from kvguard.compare.production import DIRECTORY as PRODUCTION
+from kvguard.compare.production import with_production
 from kvguard.compare.reports import write_reports
-from kvguard.compare.run import Comparison, Wish, read_arms
+from kvguard.compare.run import Comparison, Wish
 from kvguard.compare.table import HEADINGS, TASK_HEADINGS, aside, decision_rows, task_rows
 from kvguard.engine.process import become_subreaper
 from kvguard.files import printable
@@ -84,7 +88,7 @@ def compare(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer of every item, in tokens.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the items and of the engines.", min=0)] = 0,
     concurrency: Annotated[int, typer.Option(help="Requests in flight while items are asked.", min=1, max=256)] = 4,
-    production: Annotated[bool, typer.Option(help="Graphs and compilation on, as served; default: eager.")] = False,
+    production: Annotated[bool, typer.Option(help="Compare with graphs and compilation on as well, as served.")] = False,
     lm_eval: Annotated[
         str, typer.Option("--lm-eval", help="Tasks of the lm-eval package, asked besides, separated by commas.")
     ] = "",
@@ -115,11 +119,11 @@ def compare(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rules = load_gate(gate) if gate is not None else Gate()
     extra = list(context.args)
-    finished: tuple[ArmFile, ...] | None
-    notes: list[str]
+    compared: list[tuple[tuple[ArmFile, ...], list[str]]] = []
     if from_files:
         _only_reporting(context)
-        finished, notes = read_arms([*from_files, *map(Path, filter(None, [model])), *map(Path, extra)]), []
+        files = [*from_files, *map(Path, filter(None, [model])), *map(Path, extra)]
+        compared = [(each, []) for each in read_arms(files)]
         place = out
     else:
         if model is None:
@@ -136,7 +140,7 @@ def compare(
             own=own_items(own) if own is not None else (),
             seed=seed,
             quick=quick,
-            production=production,
+            production=False,
             samples=samples,
             items=items,
             max_tokens=max_tokens,
@@ -145,11 +149,21 @@ def compare(
             harness_command=harness_command(lm_eval_command, os.environ) if harness is not None else "",
         )
         place = out if out is not None else Path(f"kvguard-compare-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
-        finished, notes = run_with_progress(wish, place, engine_log)
-    if finished is None:
-        print(f"kvguard: stopped; the same command with --out {printable(str(place))} goes on from here", file=sys.stderr)
-        raise typer.Exit(_STOPPED)
-    outcome = judge(finished, rules.rules, notes)
+        wishes = [(wish, place)]
+        if production:
+            wishes.append((replace(wish, production=True), place / PRODUCTION))
+            arm_of(chosen[0], wish.base, os.environ, seed=seed, production=True)  # refused before any engine time
+        for one, directory in wishes:
+            finished, notes = run_with_progress(one, directory, engine_log)
+            if finished is None:
+                print(
+                    f"kvguard: stopped; the same command with --out {printable(str(place))} goes on from here", file=sys.stderr
+                )
+                raise typer.Exit(_STOPPED)
+            compared.append((finished, notes))
+    outcome, *production_outcomes = [judge(finished, rules.rules, notes) for finished, notes in compared]
+    for found in production_outcomes:
+        outcome = with_production(outcome, found)
     paths = write_reports(outcome, place) if place is not None else ()
     if as_json:
         typer.echo(outcome.model_dump_json(indent=2))
@@ -237,6 +251,20 @@ def run_with_progress(wish: Wish, out: Path, engine_log: Path | None) -> tuple[t
 
 def show(outcome: Outcome, console: Console) -> None:
     """The decision table, the tasks, and each verdict with its reasons."""
+    _show_tables(outcome, console)
+    if outcome.production is not None:
+        console.print("With graphs and compilation, as served in production:", markup=False, highlight=False)
+        _show_tables(outcome.production, console)
+    for arm in outcome.arms:
+        if arm.verdict is not None:
+            console.print(f"{arm.arm}: {arm.verdict}", style="bold", markup=False, highlight=False)
+            for reason in (*arm.why, *aside(arm)):
+                console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
+    for note in outcome.notes:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_tables(outcome: Outcome, console: Console) -> None:
     # Names and verdicts alone fit a terminal; what they stand on follows as lines.
     decisions = [(arm.arm, *row[1:]) for arm, row in zip(outcome.arms, decision_rows(outcome), strict=True)]
     tasks = [(*row[:-1], row[-1].partition(":")[0]) for row in task_rows(outcome)]
@@ -253,13 +281,6 @@ def show(outcome: Outcome, console: Console) -> None:
     for arm in outcome.arms:
         words = f"{arm.arm}: {arm.dtype}, scales {arm.scales}, {arm.confidence}, record {arm.record_digest[:19]}"
         console.print(words, markup=False, highlight=False, soft_wrap=True)
-    for arm in outcome.arms:
-        if arm.verdict is not None:
-            console.print(f"{arm.arm}: {arm.verdict}", style="bold", markup=False, highlight=False)
-            for reason in (*arm.why, *aside(arm)):
-                console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
-    for note in outcome.notes:
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:

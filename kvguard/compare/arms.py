@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvguard.canonical import sha256_of
-from kvguard.compare.models import AGAIN, REFERENCE, WEAK
+from kvguard.compare.models import AGAIN, EAGER, REFERENCE, WEAK
 from kvguard.facts.calibration import pass_missing
 from kvguard.guard.prepare import Prepared, prepare, understand
 from kvguard.policy.models import MODEL_DTYPE, KVCachePolicy, Policy, ScalesRule
@@ -141,5 +141,7 @@ def _pinned(base: Sequence[str], env: Mapping[str, str], *, seed: int, productio
     if any(use.name == "--kv-cache-dtype" for use in command.uses):
         raise UsageError("--kv-cache-dtype: the arms set it; name the caches to compare with --arms")
     kept = tuple(word for place, word in enumerate(command.words.arguments) if place not in gone)
-    eager = () if production or command.present("--enforce-eager") else ("--enforce-eager",)
+    if production and command.present(EAGER):
+        raise UsageError(f"{EAGER}: with --production the other pair would be eager too; leave one of them out")
+    eager = () if production or command.present(EAGER) else (EAGER,)
     return (*command.words.prefix, *kept, "--seed", str(seed % (1 << 32)), *eager)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvguard.canonical import canonical_json
-from kvguard.compare.models import AGAIN, CONTROLS, REFERENCE, ArmFile
+from kvguard.compare.models import AGAIN, CONTROLS, REFERENCE, ArmFile, is_sixteen_bit
 from kvguard.record.diff import diff_records
 from kvguard.record.equality import beyond_the_cache, describe_differences
 from kvguard.vocabulary import Confidence, Effective, PolicyRefusal, ScaleState, is_quantized
@@ -44,6 +44,23 @@ def check_backends(name: str, effective: Effective, reference_name: str, referen
         )
 
 
+def check_pinned(name: str, effective: Effective) -> None:
+    """The engine runs on the attention backend that the arm's name pins."""
+    required = name.partition("@")[2]
+    if required and effective.attention_backends != (required,):
+        found = ", ".join(effective.attention_backends) or "unknown"
+        raise PolicyRefusal(f"arm {name}: required is attention backend {required}, its record shows {found}")
+
+
+def moved_backend(effective: Effective, reference_name: str, reference: Effective) -> str:
+    """The one attention backend that an arm's cache moves it to, "" where it is the reference's, or not to be followed.
+
+    A reference whose name pins its backend is not followed: then the user has chosen.
+    """
+    ours, theirs = effective.attention_backends, reference.attention_backends
+    return ours[0] if reference_name == REFERENCE and len(ours) == 1 and ours != theirs else ""
+
+
 def check_differ(name: str, effective: Effective, reference_name: str, reference: Effective) -> None:
     """The arms are shown to differ: the reference is 16-bit, the other is quantized, both proven or corroborated."""
     for arm, found in ((reference_name, reference), (name, effective)):
@@ -77,6 +94,11 @@ def check_arms(arms: Sequence[ArmFile]) -> None:
         ):
             if ours != theirs:
                 raise PolicyRefusal(f"arms {reference.arm} and {arm.arm} differ in their {what} ({theirs}, there {ours})")
+        if is_sixteen_bit(arm.arm):  # on the backend that the quantized cache moves away from, with texts of its own
+            check_record(arm.arm, arm.record, reference.arm, reference.record)
+            check_limits(arm.arm, arm.limits, reference.arm, reference.limits)
+            check_same_cache(arm, reference)
+            continue
         theirs_forced = {row.text: len(row.logprobs) for row in reference.forced if not row.problem}
         for row in arm.forced:
             if not row.problem and theirs_forced.get(row.text, len(row.logprobs)) != len(row.logprobs):
@@ -85,12 +107,17 @@ def check_arms(arms: Sequence[ArmFile]) -> None:
         check_limits(arm.arm, arm.limits, reference.arm, reference.limits)
         check_backends(arm.arm, arm.effective, reference.arm, reference.effective)
         if arm.arm == AGAIN:
-            if (arm.effective.dtype, arm.effective.scales) != (reference.effective.dtype, reference.effective.scales):
-                raise PolicyRefusal(f"arms {reference.arm} and {arm.arm} run other KV caches, by their records")
+            check_same_cache(arm, reference)
             continue
         check_differ(arm.arm, arm.effective, reference.arm, reference.effective)
         if arm.arm not in CONTROLS:
             check_outputs(arm, reference)
+
+
+def check_same_cache(arm: ArmFile, reference: ArmFile) -> None:
+    """Both are the same 16-bit cache, by their records."""
+    if (arm.effective.dtype, arm.effective.scales) != (reference.effective.dtype, reference.effective.scales):
+        raise PolicyRefusal(f"arms {reference.arm} and {arm.arm} run other KV caches, by their records")
 
 
 def _harness(arm: ArmFile) -> tuple[str, str] | None:

@@ -9,12 +9,11 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from kvguard.compare.outcome import FREE_WIN, KEEP, Outcome, Rules
+from kvguard.compare.outcome import RANK, Outcome, Rules
 from kvguard.files import printable, read_regular_file
 from kvguard.vocabulary import Frozen, UsageError
 
 FILE_LIMIT = 1 << 16
-_RANK = {KEEP: 0, "cannot tell": 1, FREE_WIN: 2}
 
 
 class Gate(Frozen):
@@ -73,5 +72,5 @@ def below(gate: Gate, outcome: Outcome) -> tuple[str, ...]:
     return tuple(
         f"arm {name}: required is {gate.require!r}, found {verdict!r}"
         for name, verdict in verdicts.items()
-        if (not gate.arms or name in gate.arms) and _RANK[verdict] < _RANK[gate.require]
+        if (not gate.arms or name in gate.arms) and RANK[verdict] < RANK[gate.require]
     )

@@ -9,9 +9,22 @@ from dataclasses import dataclass
 from kvguard import __version__
 from kvguard.compare.beside import cut, findings_of, speed_of
 from kvguard.compare.equal import cache_differences, check_arms, identical_share
-from kvguard.compare.models import AGAIN, CONTROLS, HARNESS, WEAK, Answered, ArmFile, Forced, Generated, Scored
+from kvguard.compare.models import (
+    AGAIN,
+    CONTROLS,
+    EAGER,
+    HARNESS,
+    WEAK,
+    Answered,
+    ArmFile,
+    Forced,
+    Generated,
+    Scored,
+    is_sixteen_bit,
+)
 from kvguard.compare.outcome import (
     CANNOT_TELL,
+    EAGER_ONLY,
     FREE_WIN,
     KEEP,
     ArmResult,
@@ -54,11 +67,12 @@ def judge(arms: Sequence[ArmFile], rules: Rules, notes: Sequence[str] = ()) -> O
     by_name = {arm.arm: arm for arm in arms}
     pairs = {arm.arm: [_Task(reference, arm, by_name, task, rules) for task in _tasks(reference)] for arm in arms[1:]}
     family = {
-        f"{arm}\n{task.name}": task.paired.p_loss
+        (arm, task.name, how): paired.p_loss
         for arm, tasks in pairs.items()
-        if arm not in CONTROLS
+        if _is_judged(arm)
         for task in tasks
-        if task.paired is not None and not task.void
+        for how, paired in (("cache", task.paired), ("moved", task.moved))
+        if paired is not None and not task.void
     }
     shown = holm(family)
     results = [_arm(arm, reference, by_name, pairs.get(arm.arm, []), shown, rules) for arm in arms]
@@ -75,6 +89,15 @@ def judge(arms: Sequence[ArmFile], rules: Rules, notes: Sequence[str] = ()) -> O
         scores={task: {arm.arm: _score(arm, task) for arm in arms} for task in _tasks(reference)},
         notes=(*notes, *_notes(reference, by_name)),
     )
+
+
+def _is_judged(arm: str) -> bool:
+    return arm not in CONTROLS and not is_sixteen_bit(arm)
+
+
+def _own_backend(arms: Mapping[str, ArmFile], reference: ArmFile) -> ArmFile | None:
+    """The 16-bit arm on the backend that the quantized caches move away from."""
+    return next((arm for arm in arms.values() if is_sixteen_bit(arm.arm) and arm is not reference), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +126,22 @@ class _Task:
         self.again = compare(theirs.by_item, _scores(repeated, task).by_item, reference.plan.seed) if repeated else None
         gains = [-value for value in _losses(theirs.by_item, _scores(repeated, task).by_item)] if repeated else []
         self.again_gain = p_value(gains) if gains else 1.0
+        own = _own_backend(arms, reference) if _is_judged(arm.arm) else None
+        before = _scores(own, task) if own else _Scores({})
+        self.moved = compare(before.by_item, ours.by_item, reference.plan.seed) if own else None
+        self.moved_from = ", ".join(own.effective.attention_backends) if own else ""
         weak = arms.get(WEAK)
         self.weak_losses = _losses(theirs.by_item, _scores(weak, task).by_item) if weak else []
         self.weak = weak_is_seen(self.weak_losses, rules.margin)
-        problems = [row.problem for row in (*ours.rows.values(), *theirs.rows.values()) if row.problem]
+        problems = [row.problem for row in (*ours.rows.values(), *theirs.rows.values(), *before.rows.values()) if row.problem]
         # The engine's own words could repeat a prompt, which no report holds.
         self.failed, self.problem = len(problems), printable(problems[0].partition(":")[0], 80) if problems else ""
         if task.startswith(HARNESS):
             self.truncated_reference, self.truncated_arm = _cut_share(reference), _cut_share(arm)
+            self.truncated_reference = max(self.truncated_reference, _cut_share(own) if own else 0.0)
         else:
-            self.truncated_reference = _share([cut(row, None, limits[row.item]) for row in theirs.rows.values()])
+            sixteen = [_share([cut(row, None, limits[row.item]) for row in each.rows.values()]) for each in (theirs, before)]
+            self.truncated_reference = max(sixteen)
             self.truncated_arm = _share([cut(row, theirs.rows.get(key), limits[row.item]) for key, row in ours.rows.items()])
         self.void = self._void()
 
@@ -135,9 +164,20 @@ class _Task:
             return f"the 16-bit arm differs from itself by {loss}: something else than the cache moves the scores"
         return ""
 
-    def result(self, shown: bool) -> TaskResult:
-        """The task's verdict. A shown loss needs no control that shows one; the absence of a loss does."""
+    def result(self, shown: bool, moved_shown: bool) -> TaskResult:
+        """The task's verdict. A shown loss needs no control that shows one; the absence of a loss does.
+
+        `moved_shown` says the same of the loss against 16-bit on its own backend. A cache that cannot be had without a
+        worse backend is not free.
+        """
         verdict, why, needed = self._verdict(shown)
+        moved, margin = self.moved, self.rules.margin
+        if moved is not None and not self.void and moved.high >= margin and verdict != KEEP:
+            against = f"against 16-bit on {self.moved_from}, backend and cache together"
+            if moved_shown:
+                verdict, why, needed = KEEP, f"{against} lose {_points(moved.loss)} (at least {_points(moved.low)})", None
+            elif verdict == FREE_WIN:
+                verdict, why = CANNOT_TELL, f"{against} may lose {_points(moved.high)}, the margin is {_points(margin)}"
         return TaskResult(
             task=self.name,
             verdict=verdict,
@@ -150,6 +190,7 @@ class _Task:
             failed=self.failed,
             void=self.void,
             needed=needed,
+            moved=moved,
         )
 
     def _needed(self) -> int | None:
@@ -189,15 +230,15 @@ def _arm(
     reference: ArmFile,
     arms: Mapping[str, ArmFile],
     tasks: Sequence[_Task],
-    shown: Mapping[str, bool],
+    shown: Mapping[tuple[str, str, str], bool],
     rules: Rules,
 ) -> ArmResult:
     capacity = _capacity(arm, reference)
-    judged = tuple(task.result(shown.get(f"{arm.arm}\n{task.name}", False)) for task in tasks)
+    judged = tuple(task.result(*(shown.get((arm.arm, task.name, how), False) for how in ("cache", "moved"))) for task in tasks)
     collapsed = _collapsed(arm, reference, arms.get(AGAIN)) if arm is not reference else ()
     verdict: Verdict | None = None
     why: tuple[str, ...] = ()
-    if arm is not reference and arm.arm not in CONTROLS:
+    if _is_judged(arm.arm):
         verdict, why = _overall(judged, capacity, collapsed, rules)
     effective = arm.effective
     return ArmResult(
@@ -218,7 +259,7 @@ def _arm(
         identical=identical_share(arm, reference) if arm is not reference else (0, 0),
         preemptions=arm.preemptions,
         acceptance=arm.counters.acceptance,
-        findings=findings_of(arm, reference) if arm is not reference and arm.arm not in CONTROLS else (),
+        findings=findings_of(arm, reference) if _is_judged(arm.arm) else (),
         differences=tuple(cache_differences(arm, reference)) if arm is not reference else (),
         command=arm.command,
     )
@@ -349,8 +390,11 @@ def _notes(reference: ArmFile, arms: Mapping[str, ArmFile]) -> list[str]:
     found = ["not covered: images, adapters, tool calls, languages besides English, and lengths beyond max_model_len"]
     if reference.plan.samples == 1:
         found.append("one greedy answer for each item: answers sampled at the model's own temperature were not compared")
-    if "--enforce-eager" in reference.command:
-        found.append("eager mode: graphs and compilation, as served in production, were not compared (--production)")
+    if EAGER in reference.command:
+        found.append(EAGER_ONLY)
+    if (own := _own_backend(arms, reference)) is not None:
+        away, to = (", ".join(arm.effective.attention_backends) for arm in (own, reference))
+        found.append(f"a quantized cache moves the attention backend from {away} to {to}: the reference is 16-bit on {to}")
     if WEAK not in arms:
         found.append("no weak arm: no task can say free win")
     return found

@@ -20,6 +20,12 @@ def markdown(outcome: Outcome) -> str:
         "Losses in points of 100, paired by item; the interval holds both one-sided 95 % bounds.",
         _table(TASK_HEADINGS, task_rows(outcome)),
     ]
+    if outcome.production is not None:
+        parts += [
+            "## With graphs and compilation, as served in production",
+            _table(HEADINGS, decision_rows(outcome.production)),
+            _table(TASK_HEADINGS, task_rows(outcome.production)),
+        ]
     for arm in outcome.arms:
         if arm.verdict is not None:
             parts.append(f"## {_text(arm.arm)}: {arm.verdict}")
@@ -30,7 +36,8 @@ def markdown(outcome: Outcome) -> str:
             rows = [(found["path"], found["reference"], found["arm"]) for found in arm.differences]
             parts += ["What differs between the two records:", _table(("where", "16-bit", arm.arm), rows)]
     parts += ["## Not covered", "\n".join(f"* {_text(note)}" for note in outcome.notes), "## Records and commands"]
-    commands = [f"* {_text(arm.arm)}: record `{arm.record_digest}`, `{_code(shlex.join(arm.command))}`" for arm in outcome.arms]
+    arms = (*outcome.arms, *(outcome.production.arms if outcome.production else ()))
+    commands = [f"* {_text(arm.arm)}: record `{arm.record_digest}`, `{_code(shlex.join(arm.command))}`" for arm in arms]
     parts.append("\n".join(commands))
     return "\n\n".join(parts) + "\n"
 

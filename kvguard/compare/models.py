@@ -18,8 +18,17 @@ AGAIN = "16bit again"
 WEAK = "weak"
 CONTROLS = (AGAIN, WEAK)
 
+
+def is_sixteen_bit(name: str) -> bool:
+    """Whether an arm of this name is 16-bit and no control: the reference, or 16-bit on its own attention backend."""
+    return name.partition("@")[0] == REFERENCE
+
+
 HARNESS = "lm-eval:"
 """How the names of tasks begin that lm-eval asked."""
+
+EAGER = "--enforce-eager"
+"""The flag by which an arm's command is told from one with graphs and compilation on."""
 
 FORMAT = 1
 """Version of the files that a comparison writes."""

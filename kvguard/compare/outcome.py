@@ -15,6 +15,9 @@ FREE_WIN: Final = "free win"
 KEEP: Final = "keep 16-bit"
 CANNOT_TELL: Final = "cannot tell"
 Verdict = Literal["free win", "keep 16-bit", "cannot tell"]
+EAGER_ONLY: Final = "eager mode: graphs and compilation, as served in production, were not compared (--production)"
+RANK: Final[dict[str, int]] = {KEEP: 0, CANNOT_TELL: 1, FREE_WIN: 2}
+"""From the worst verdict to the best."""
 
 
 class Rules(Frozen):
@@ -30,7 +33,8 @@ class TaskResult(Frozen):
     """One task of one arm. `void` says why its scores do not count, "" when they do; shares are of 1.
 
     `again` is the same comparison of the 16-bit arm with itself, `weak` whether a loss of the margin would be seen,
-    `needed` the number of items that would tell.
+    `needed` the number of items that would tell. `moved` is the loss against the 16-bit arm on the attention backend that
+    the cache moves away from: what backend and cache cost together.
     """
 
     task: str
@@ -44,6 +48,7 @@ class TaskResult(Frozen):
     failed: int
     void: str = ""
     needed: int | None = None
+    moved: Paired | None = None
 
 
 class Capacity(Frozen):
@@ -113,7 +118,8 @@ class Cell(Frozen):
 
 
 class ArmResult(Frozen):
-    """One arm. Controls have no verdict. `collapsed` names tasks where answers broke down and the 16-bit arms' did not.
+    """One arm. Controls have no verdict, nor has 16-bit on its own backend. `collapsed` names tasks where answers broke down
+    and the 16-bit arms' did not.
 
     `acceptance` is the share of drafted tokens that were accepted, None without speculative decoding; `findings` are about
     speed, drafts and lengths, and no verdict rests on them.
@@ -142,7 +148,11 @@ class ArmResult(Frozen):
 
 
 class Outcome(Frozen):
-    """A whole comparison. `scores` is each task's mean and standard error by arm; `notes` are what was not covered."""
+    """A whole comparison. `scores` is each task's mean and standard error by arm; `notes` are what was not covered.
+
+    `production` is the same comparison with graphs and compilation on, None where it was not run. Where it was, the verdicts
+    in `arms` are the worse ones of both.
+    """
 
     format: int = 1
     kvguard_version: str
@@ -156,3 +166,4 @@ class Outcome(Frozen):
     arms: tuple[ArmResult, ...]
     scores: dict[str, dict[str, tuple[float, float | None, int]]]
     notes: tuple[str, ...]
+    production: Outcome | None = None

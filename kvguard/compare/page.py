@@ -37,7 +37,7 @@ _CLASSES = {"free win": "free", "keep 16-bit": "keep", "cannot tell": "cannot"}
 
 def page(outcome: Outcome) -> str:
     """The page. Everything that comes from data is escaped."""
-    rules = outcome.rules
+    rules, production = outcome.rules, outcome.production
     judged = [arm for arm in outcome.arms if arm.verdict is not None]
     body = [
         f"<h1>KV cache comparison: {escape(outcome.model)}</h1>",
@@ -45,20 +45,13 @@ def page(outcome: Outcome) -> str:
         f"{100 * rules.margin:g} points is accepted; the cache must hold {rules.capacity_ratio:g} times the tokens for each "
         f"byte. kvguard {escape(outcome.kvguard_version)}.</p>",
         *map(_verdict, judged),
-        _table(HEADINGS, decision_rows(outcome), "One row for each arm; divergence is mean |Δ logprob| by token, with 95 %."),
-        "<h2>Loss by task</h2>",
-        _plot(losses(outcome)),
-        _table(TASK_HEADINGS, task_rows(outcome), _TASKS, "tasks"),
-        *_section("Long-context retrieval by length and depth", _maps(outcome)),
-        *_section("Divergence by text", _plot(divergences(outcome))),
-        _divergence_table(outcome),
-        *_section("Capacity: tokens that the KV cache holds, as measured", _plot(capacity_bars(outcome))),
-        *_section("Throughput: tokens per second at saturation", _plot(throughput_bars(outcome))),
+        *_found(outcome),
+        *(["<h1>With graphs and compilation, as served in production</h1>", *_found(production)] if production else []),
         *(part for arm in judged for part in _differences(arm)),
         "<h2>Not covered</h2>",
         _list(outcome.notes),
         "<h2>How to reproduce</h2>",
-        *map(_command, outcome.arms),
+        *map(_command, (*outcome.arms, *(production.arms if production else ()))),
         f"<p>Plan <code>{escape(outcome.plan_digest)}</code>; limits "
         f"{escape(', '.join(f'{name} {value}' for name, value in outcome.limits.items()))}.</p>",
     ]
@@ -69,6 +62,21 @@ def page(outcome: Outcome) -> str:
         + "\n".join(body)
         + "\n</body></html>\n"
     )
+
+
+def _found(outcome: Outcome) -> list[str]:
+    """Tables and plots of the arms of one mode."""
+    return [
+        _table(HEADINGS, decision_rows(outcome), "One row for each arm; divergence is mean |Δ logprob| by token, with 95 %."),
+        "<h2>Loss by task</h2>",
+        _plot(losses(outcome)),
+        _table(TASK_HEADINGS, task_rows(outcome), _TASKS, "tasks"),
+        *_section("Long-context retrieval by length and depth", _maps(outcome)),
+        *_section("Divergence by text", _plot(divergences(outcome))),
+        _divergence_table(outcome),
+        *_section("Capacity: tokens that the KV cache holds, as measured", _plot(capacity_bars(outcome))),
+        *_section("Throughput: tokens per second at saturation", _plot(throughput_bars(outcome))),
+    ]
 
 
 def _verdict(arm: ArmResult) -> str:

@@ -15,11 +15,13 @@ from kvguard.compare.arms import Arm, again, arm_of, weak_or_why
 from kvguard.compare.asking import Asker, Told, tokens_per_hundred
 from kvguard.compare.directory import claim
 from kvguard.compare.draw import Draw
+from kvguard.compare.equal import moved_backend
+from kvguard.compare.finished import in_order
 from kvguard.compare.harness import run_harness
 from kvguard.compare.models import (
     AGAIN,
     CONTROLS,
-    WEAK,
+    REFERENCE,
     Answered,
     ArmFile,
     Forced,
@@ -39,7 +41,7 @@ from kvguard.compare.starting import Proven, counters, run_arm
 from kvguard.files import printable
 from kvguard.guard.settings import Settings
 from kvguard.record.redact import redact_argv
-from kvguard.vocabulary import EngineFailed, UsageError
+from kvguard.vocabulary import Effective, EngineFailed, UsageError
 
 _HUNDRED = 100
 
@@ -73,8 +75,20 @@ class Wish:
         return {"command": redact_argv(self.base), "arms": list(self.arms), **tasks, **how, **more}
 
 
+class _Moved(Exception):
+    """A quantized cache runs on another attention backend than the 16-bit one."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self.backend = backend
+
+
 class Comparison:
-    """Runs the arms of a wish in a directory, going on where an earlier run was ended."""
+    """Runs the arms of a wish in a directory, going on where an earlier run was ended.
+
+    Where the first quantized cache moves the attention backend, the reference is run once more on that backend, and
+    all others are compared with it. The 16-bit arm on its own backend stands beside.
+    """
 
     def __init__(
         self,
@@ -93,15 +107,24 @@ class Comparison:
         self._told, self._arm_told = told, arm_told
         self._plan: Plan | None = None
         self._finished: list[ArmFile] = []
+        self._own: ArmFile | None = None
         self.notes: list[str] = []
         self._claimed: int | None = None
 
     def run(self) -> tuple[ArmFile, ...] | None:
-        """All arms, the reference first and its repetition last; None when it was stopped before the end.
+        """All arms, as `in_order` has them; None when it was stopped before the end.
 
         Raises UsageError for a directory of another comparison.
         """
-        arms = self._arms()
+        named = self._named()
+        try:
+            return self._run_all(named, self._moved_before())
+        except _Moved as moved:
+            return self._run_all(named, moved.backend)
+
+    def _run_all(self, named: Sequence[Arm], backend: str) -> tuple[ArmFile, ...] | None:
+        """`backend` is the attention backend that the quantized caches move to, "" while none does."""
+        arms = self._arms(named, backend)
         for number, arm in enumerate(arms):
             self._arm_told(arm.name, number, len(arms))
             path = self._path(arm, "json")
@@ -113,9 +136,10 @@ class Comparison:
                 if made is None:
                     return None
                 finished = made
+            self._follow(finished.effective)
             self._finished.append(finished)
         self._arm_told("", len(arms), len(arms))
-        return tuple(self._finished)
+        return in_order(self._others())
 
     def close(self) -> None:
         """Let others work in the directory."""
@@ -123,18 +147,39 @@ class Comparison:
             os.close(self._claimed)
             self._claimed = None
 
-    def _arms(self) -> list[Arm]:
+    def _named(self) -> list[Arm]:
+        """The arms that were asked for, each possible here; the directory is taken for them."""
         wish = self._wish
-        seed, production = wish.seed, wish.production
-        named = [arm_of(name, wish.base, self._env, seed=seed, production=production) for name in wish.arms]
+        named = [arm_of(name, wish.base, self._env, seed=wish.seed, production=wish.production) for name in wish.arms]
         for arm in named:
             arm.prepared(self._env)  # refused before any engine time, and before anything is written
         self._claimed = claim(self._out, wish.options)
+        return named
+
+    def _arms(self, named: Sequence[Arm], backend: str) -> list[Arm]:
+        """The reference, the quantized arms and the controls, all on `backend` where one is given."""
+        wish, reference = self._wish, named[0]
+        seed, production = wish.seed, wish.production
+        if backend:
+            self._own, self._finished = read_arm(self._path(reference, "json")), []
+            reference = arm_of(f"{REFERENCE}@{backend}", wish.base, self._env, seed=seed, production=production)
+            reference.prepared(self._env)
         place = self._out / "weak"
-        weak, why = weak_or_why(wish.arms[0], wish.base, self._env, place, seed=seed, production=production)
-        if weak is None:
-            self.notes.append(f"no weak arm, so that no task can say free win: {why}")
-        return [*named, *([weak] if weak else []), again(named[0])]
+        weak, why = weak_or_why(reference.name, wish.base, self._env, place, seed=seed, production=production)
+        self.notes = [] if weak else [f"no weak arm, so that no task can say free win: {why}"]
+        return [reference, *named[1:], *([weak] if weak else []), again(reference)]
+
+    def _moved_before(self) -> str:
+        """The backend of the 16-bit arm that an earlier run added here, "" when none was."""
+        found = sorted((self._out / "arms").glob(f"{REFERENCE}@*.jsonl")) if self._wish.arms[0] == REFERENCE else []
+        return found[0].stem.partition("@")[2] if found else ""
+
+    def _follow(self, effective: Effective) -> None:
+        """Raises _Moved where this arm, the first that is quantized, runs on another backend than the reference."""
+        if len(self._finished) == 1 and not self._own:
+            first = self._finished[0]
+            if backend := moved_backend(effective, first.arm, first.effective):
+                raise _Moved(backend)
 
     def _run(self, arm: Arm) -> ArmFile | None:
         rows = Rows(self._path(arm, "jsonl"))
@@ -176,7 +221,7 @@ class Comparison:
         await asker.force(reference)
         if arm.name == AGAIN:
             own = {AGAIN: [row for row in rows.rows if isinstance(row, Generated)]}
-            await asker.score({**{each.arm: each.generated for each in self._finished}, **own})
+            await asker.score({**{each.arm: each.generated for each in self._others()}, **own})
         if arm.name not in CONTROLS:
             await asker.saturate()
             await asker.stream()
@@ -253,6 +298,11 @@ class Comparison:
 
     def _refuse_unfair(self, arm: Arm, proven: Proven) -> None:
         """Before this arm is asked anything."""
+        self._follow(proven.effective)
+        if self._own is not None and not self._finished:
+            equal.check_record(arm.name, proven.record, self._own.arm, self._own.record)
+            equal.check_limits(arm.name, _limits(proven), self._own.arm, self._own.limits)
+            equal.check_pinned(arm.name, proven.effective)
         if not self._finished:
             return
         first = self._finished[0]
@@ -261,6 +311,9 @@ class Comparison:
         equal.check_backends(arm.name, proven.effective, first.arm, first.effective)
         if arm.name not in CONTROLS:
             equal.check_differ(arm.name, proven.effective, first.arm, first.effective)
+
+    def _others(self) -> list[ArmFile]:
+        return [*self._finished, *([self._own] if self._own else [])]
 
     def _path(self, arm: Arm, suffix: str) -> Path:
         return self._out / "arms" / f"{file_stem(arm.name)}.{suffix}"
@@ -293,17 +346,3 @@ def _template_digest(proven: Proven) -> str:
     told = sorted(f"{item.name} {item.sha256}" for item in proven.prepared.digests if item.name in names)
     template = proven.prepared.command.value("--chat-template") or ""
     return "sha256:" + hashlib.sha256("\n".join([*told, template]).encode()).hexdigest()
-
-
-def read_arms(paths: Sequence[Path]) -> tuple[ArmFile, ...]:
-    """Finished arms of files, the reference first. Raises UsageError for files that are none, or arms given twice."""
-    arms = [read_arm(path) for path in paths]
-    names = [arm.arm for arm in arms]
-    if len(set(names)) != len(names):
-        raise UsageError(f"--from: arm {next(name for name in names if names.count(name) > 1)!r} is given twice")
-    first = [arm for arm in arms if arm.arm.partition("@")[0] == "16bit"]
-    others = [arm for arm in arms if arm not in first and arm.arm not in CONTROLS]
-    if len(first) != 1 or not others:
-        raise UsageError(f"--from: required are the 16bit arm and at least one other; found {', '.join(names)}")
-    order = {WEAK: 1, AGAIN: 2}
-    return (*first, *others, *sorted((arm for arm in arms if arm.arm in CONTROLS), key=lambda arm: order[arm.arm]))

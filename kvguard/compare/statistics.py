@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from random import Random
+from typing import TypeVar
 
 from kvguard.shadow.distributions import t_quantile
 from kvguard.vocabulary import Frozen
+
+T = TypeVar("T")
 
 LEVEL = 0.95
 """Confidence of a one-sided bound; the interval of both bounds holds 90 %."""
@@ -268,10 +271,10 @@ def weak_is_seen(losses: Sequence[float], margin: float) -> Seen:
     return Seen(seen=low > 0.0, share=share, low=low, why=why)
 
 
-def holm(p_values: Mapping[str, float], alpha: float = 1.0 - LEVEL) -> dict[str, bool]:
+def holm(p_values: Mapping[T, float], alpha: float = 1.0 - LEVEL) -> dict[T, bool]:
     """Which hypotheses Holm's procedure rejects, so that the chance of any false one is at most `alpha`."""
     ordered = sorted(p_values, key=lambda name: p_values[name])
-    rejected: dict[str, bool] = {}
+    rejected: dict[T, bool] = {}
     going = True
     for place, name in enumerate(ordered):
         going = going and p_values[name] <= alpha / (len(ordered) - place)

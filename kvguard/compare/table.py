@@ -62,7 +62,7 @@ def task_rows(outcome: Outcome) -> list[tuple[str, ...]]:
                     f"{_points(again.low)} to {_points(again.high)}" if again else _NONE,
                     "seen" if task.weak.seen else "not seen",
                     f"{100 * task.truncated_reference:.0f} % / {100 * task.truncated_arm:.0f} %",
-                    f"{task.verdict}: {task.why}",
+                    f"{task.verdict}: {task.why}" if arm.verdict is not None else "not judged: what the backend alone changes",
                 )
             )
     return rows
@@ -79,8 +79,14 @@ def _row(outcome: Outcome, arm: ArmResult) -> tuple[str, ...]:
         _score(outcome, CONVERSATION, arm.arm),
         divergence_text(arm.divergence.decode),
         _throughput(arm),
-        arm.verdict or ("control" if arm.arm in CONTROLS else "reference"),
+        arm.verdict or _role(outcome, arm),
     )
+
+
+def _role(outcome: Outcome, arm: ArmResult) -> str:
+    if arm.arm in CONTROLS:
+        return "control"
+    return "reference" if arm is outcome.arms[0] else f"not judged: 16-bit on {', '.join(arm.backends)}"
 
 
 def _throughput(arm: ArmResult) -> str:
@@ -94,7 +100,17 @@ def _throughput(arm: ArmResult) -> str:
 def aside(arm: ArmResult) -> tuple[str, ...]:
     """What stands beside an arm's verdict: findings, drafts, and prefill and decode apart."""
     drafts = () if arm.acceptance is None else (f"{arm.acceptance:.1%} of drafted tokens are accepted",)
-    return (*arm.findings, *drafts, *arm.speed.changes)
+    return (*_moved(arm), *arm.findings, *drafts, *arm.speed.changes)
+
+
+def _moved(arm: ArmResult) -> tuple[str, ...]:
+    """What backend and cache cost together, where the cache moves the backend."""
+    return tuple(
+        f"{task.task}: against 16-bit on its own backend {_points(moved.loss)} points lost "
+        f"({_points(moved.low)} to {_points(moved.high)})"
+        for task in arm.tasks
+        if (moved := task.moved) is not None
+    )
 
 
 def tail_text(tail: tuple[float | None, float | None]) -> str:

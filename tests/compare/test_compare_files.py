@@ -19,11 +19,12 @@ from kvguard.compare.arms import arm_of, chosen_arms, weak_or_why
 from kvguard.compare.asking import Asker, request_seed
 from kvguard.compare.counters import Counters
 from kvguard.compare.directory import claim
+from kvguard.compare.finished import read_arms
 from kvguard.compare.gate import Gate, below, load_gate
 from kvguard.compare.judge import judge
 from kvguard.compare.models import AGAIN, REFERENCE, WEAK, Answered, ArmFile, Forced, Generated, Throughput
 from kvguard.compare.results import Rows, Start, file_stem, read_arm, write_whole
-from kvguard.compare.run import Wish, read_arms, refuse_unanswerable
+from kvguard.compare.run import Wish, refuse_unanswerable
 from kvguard.engine.client import Answer
 from kvguard.vocabulary import EngineFailed, UsageError
 from overlay_fakes import CONFIG, checkpoint, reread
@@ -306,7 +307,7 @@ def test_finished_arms_are_read_in_order(tmp_path: Path) -> None:
     for one in reversed(arms(plan(items=3), lambda place: 1.0)):
         paths.append(tmp_path / f"{file_stem(one.arm)}.json")
         paths[-1].write_text(one.model_dump_json())
-    assert [one.arm for one in read_arms(paths)] == [REFERENCE, "fp8_e4m3", WEAK, AGAIN]
+    assert [one.arm for one in read_arms(paths)[0]] == [REFERENCE, "fp8_e4m3", WEAK, AGAIN]
     assert read_arm(paths[0]) == arms(plan(items=3), lambda place: 1.0)[3]
     with pytest.raises(UsageError, match="'16bit' is given twice"):
         read_arms([*paths, paths[-1]])

@@ -6,8 +6,9 @@ import pytest
 
 from compare_fakes import arm, arms, plan, record, with_divergence
 from kvguard.compare.judge import judge
-from kvguard.compare.models import AGAIN, REFERENCE, WEAK
+from kvguard.compare.models import AGAIN, REFERENCE, WEAK, ArmFile
 from kvguard.compare.outcome import ArmResult, Rules
+from kvguard.compare.table import aside, decision_rows, task_rows
 from kvguard.vocabulary import Confidence, PolicyRefusal, ScaleState
 
 RULES = Rules()
@@ -236,6 +237,49 @@ def test_another_backend_is_refused_with_the_cure() -> None:
     files[1] = files[1].model_copy(update={"effective": moved})
     with pytest.raises(PolicyRefusal, match="--arms 16bit@TRITON_ATTN,fp8_e4m3@TRITON_ATTN"):
         judge(files, RULES)
+
+
+def moved(quantized: object, own: object) -> list[ArmFile]:
+    """The reference and fp8_e4m3 on the backend that FP8 moves to, and 16-bit on its own."""
+    to = [one.model_copy(update={"arm": "16bit@TRITON_ATTN"}) if one.arm == REFERENCE else one for one in arms(MANY, quantized)]  # type: ignore[arg-type]
+    to = [
+        one.model_copy(update={"effective": one.effective.model_copy(update={"attention_backends": ("TRITON_ATTN",)})})
+        for one in to
+    ]
+    return [*to[:2], arm(REFERENCE, MANY, own), *to[2:]]  # type: ignore[arg-type]
+
+
+def test_a_moved_backend_without_a_loss_is_free_and_said() -> None:
+    outcome = judge(moved(right, right), RULES)
+    assert of(outcome).verdict == "free win"
+    assert of(outcome, REFERENCE).verdict is None
+    assert of(outcome).tasks[0].moved is not None
+    assert "a quantized cache moves the attention backend from CPU_ATTN to TRITON_ATTN" in " ".join(outcome.notes)
+    assert "not judged: 16-bit on CPU_ATTN" in decision_rows(outcome)[2][-1]
+    assert [row[-1] for row in task_rows(outcome) if row[1] == REFERENCE] == ["not judged: what the backend alone changes"]
+    assert "arithmetic: against 16-bit on its own backend +0.0 points lost" in aside(of(outcome))[0]
+
+
+def test_a_loss_of_the_backend_alone_keeps_sixteen_bit_and_names_the_backend() -> None:
+    """FP8 loses nothing against 16-bit on its backend, and both lose a tenth of what 16-bit gets right on its own."""
+    lossy = loses(0.1)
+    files = moved(lossy, right)
+    for place, name in ((0, "16bit@TRITON_ATTN"), (4, AGAIN)):
+        answers = arm(name, MANY, lossy).answers  # type: ignore[arg-type]
+        files[place] = files[place].model_copy(update={"answers": answers})
+    result = of(judge(files, RULES))
+    assert result.tasks[0].paired is not None
+    assert result.tasks[0].paired.loss == 0
+    assert result.verdict == "keep 16-bit"
+    assert result.why == (
+        "arithmetic: against 16-bit on CPU_ATTN, backend and cache together lose 10.0 points (at least 7.8 points)",
+    )
+
+
+def test_truncation_of_sixteen_bit_on_its_own_backend_voids_the_task() -> None:
+    files = moved(right, right)
+    files[2] = arm(REFERENCE, MANY, finish="length", tokens=320)
+    assert "truncation, not loss" in of(judge(files, RULES)).why[0]
 
 
 def test_an_echo_is_no_evidence_of_a_difference() -> None:

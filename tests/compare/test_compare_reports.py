@@ -16,6 +16,7 @@ from kvguard.compare.markdown import markdown
 from kvguard.compare.models import AGAIN, REFERENCE, WEAK, ArmFile
 from kvguard.compare.outcome import Outcome, Rules
 from kvguard.compare.page import page
+from kvguard.compare.production import with_production
 from kvguard.compare.reports import NAMES, write_reports
 
 EVIL = "<script>alert(1)</script>\"'&|`[x](y)\n# h"
@@ -139,6 +140,7 @@ MEASURE = "<script>document.title = `measured ${document.documentElement.scrollW
 def test_nothing_is_cut_off_at_the_side(tmp_path: Path, width: int) -> None:
     """Digests wrap, and tables and plots scroll by themselves: the page is never wider than its window."""
     found = outcome(model="/models/" + "x" * 300, command=("vllm", "serve", "y" * 300))
+    found = with_production(found, found)
     text = page(found).replace("default-src 'none'", "script-src 'unsafe-inline'").replace("</body>", MEASURE)
     (tmp_path / "report.html").write_text(text)
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}/p")
@@ -158,7 +160,7 @@ def test_nothing_is_cut_off_at_the_side(tmp_path: Path, width: int) -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
 def test_a_browser_draws_it(tmp_path: Path) -> None:
     file, shot = tmp_path / "report.html", tmp_path / "shot.png"
-    file.write_text(page(outcome(model=EVIL)))
+    file.write_text(page(with_production(outcome(model=EVIL), outcome(model=EVIL))))
     command = [
         "chromium",
         "--headless",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ from checkpoint_fakes import SMOLLM2, write
 from compare_fakes import install_lm_eval
 from fake_engine import install
 from guarded import KVGUARD
-from kvguard.compare.models import AGAIN, REFERENCE
+from kvguard.compare.models import AGAIN, EAGER, REFERENCE
 from kvguard.compare.outcome import Outcome
 from kvguard.compare.results import read_arm
 from kvguard.vocabulary import ExitCode
@@ -159,6 +160,93 @@ def test_tasks_of_lm_eval_are_asked_of_every_arm_and_once(place: Place, tmp_path
     before = {path: path.stat().st_mtime_ns for path in place.out.glob("lm-eval/*/log")}
     assert place.run(*options).returncode == ExitCode.CLEAN
     assert {path: path.stat().st_mtime_ns for path in place.out.glob("lm-eval/*/log")} == before
+
+
+MOVED = ["16bit@FLASHINFER", "fp8_e4m3", REFERENCE, AGAIN]
+
+
+def test_where_fp8_moves_the_backend_sixteen_bit_is_run_there_too(place: Place) -> None:
+    """The cache is compared on one backend; 16-bit on its own stands beside, and so does the loss of both moves together."""
+    done = place.run("--json", faults="fp8_moves_backend")
+    assert done.returncode == ExitCode.CLEAN, done.stderr
+    outcome = Outcome.model_validate_json(done.stdout)
+    assert [arm.arm for arm in outcome.arms] == MOVED
+    assert [arm.backends for arm in outcome.arms] == [("FLASHINFER",), ("FLASHINFER",), ("CPU_ATTN",), ("FLASHINFER",)]
+    assert [arm.verdict for arm in outcome.arms] == [None, "cannot tell", None, None]
+    assert outcome.arms[1].tasks[0].moved is not None
+    assert any("moves the attention backend from CPU_ATTN to FLASHINFER" in note for note in outcome.notes)
+    files = sorted(str(path) for path in place.out.glob("arms/*.json"))
+    again = subprocess.run([KVGUARD, "compare", "--json", "--from", *files], capture_output=True, text=True, check=False)
+    assert [arm["arm"] for arm in json.loads(again.stdout)["arms"]] == MOVED
+
+
+def test_a_killed_one_goes_on_on_the_backend_that_fp8_moved_to(place: Place) -> None:
+    rows = place.out / "arms/16bit@FLASHINFER.jsonl"
+    env = {**place.env, "FAKE_VLLM_FAULTS": "fp8_moves_backend"}
+    process = subprocess.Popen(place.words(), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not rows.exists() or rows.read_text().count('"answered"') < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = rows.read_text().splitlines()[:3]
+    done = place.run("--json", faults="fp8_moves_backend")
+    assert done.returncode == ExitCode.CLEAN, done.stderr
+    assert [arm.arm for arm in Outcome.model_validate_json(done.stdout).arms] == MOVED
+    assert rows.read_text().splitlines()[:3] == before
+    assert done.stderr.count("kvguard: arm fp8_e4m3") == 1, "which backend it moves to was known"
+
+
+@pytest.mark.parametrize(
+    ("arms", "faults", "said"),
+    [
+        ("16bit@CPU_ATTN,fp8_e4m3", "fp8_moves_backend", "--arms 16bit@FLASHINFER,fp8_e4m3@FLASHINFER"),
+        (
+            "16bit,fp8_e4m3",
+            "fp8_moves_backend,ignores_backend",
+            "arm 16bit@FLASHINFER: required is attention backend FLASHINFER, its record shows CPU_ATTN",
+        ),
+    ],
+)
+def test_a_backend_that_cannot_be_followed_is_refused(place: Place, arms: str, faults: str, said: str) -> None:
+    done = place.run("--arms", arms, faults=faults)
+    assert done.returncode == ExitCode.POLICY_VIOLATION
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_production_adds_a_pair_with_graphs_and_compilation(place: Place) -> None:
+    """The verdict is the worse one of both, which a gate is held against."""
+    done = place.run("--production")
+    assert done.returncode == ExitCode.CLEAN, done.stderr
+    outcome = Outcome.model_validate_json((place.out / "report.json").read_text())
+    assert outcome.production is not None
+    for one, eager in ((outcome, True), (outcome.production, False)):
+        assert [arm.arm for arm in one.arms] == [REFERENCE, "fp8_e4m3", AGAIN]
+        assert [EAGER in arm.command for arm in one.arms] == [eager] * 3
+    assert [reason.partition(":")[0] for reason in outcome.arms[1].why] == ["eager", "graphs and compilation"]
+    assert not any("--production" in note for note in outcome.notes)
+    assert "With graphs and compilation, as served in production" in done.stdout
+    files = sorted(str(path) for path in place.out.glob("**/arms/*.json"))
+    again = subprocess.run([KVGUARD, "compare", "--json", "--from", *files], capture_output=True, text=True, check=False)
+    assert json.loads(again.stdout)["production"]["plan_digest"] == outcome.plan_digest
+
+
+def test_production_can_be_added_to_a_finished_comparison(place: Place) -> None:
+    assert place.run().returncode == ExitCode.CLEAN
+    first = {path: path.stat().st_mtime_ns for path in place.out.glob("arms/*.json")}
+    assert place.run("--production").returncode == ExitCode.CLEAN
+    assert {path: path.stat().st_mtime_ns for path in place.out.glob("arms/*.json")} == first
+    assert len(list(place.out.glob("production/arms/*.json"))) == 3
+
+
+def test_an_eager_command_has_no_production_pair(place: Place) -> None:
+    done = place.run("--production", "--", "--enforce-eager")
+    assert done.returncode == ExitCode.USAGE
+    assert "--enforce-eager: with --production the other pair would be eager too" in done.stderr
+    assert not place.out.exists()
 
 
 def test_two_arms_secretly_equal_are_refused(place: Place) -> None:
