@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,15 @@ def _places(items: Sequence[Item]) -> dict[tuple[str, str], int]:
         found[item.task, item.id] = counts.setdefault(item.task, 0)
         counts[item.task] += 1
     return found
+
+
+def wait_answered(process: subprocess.Popen[Any], rows: Path, count: int, limit: float = 120.0) -> None:
+    """Until a running comparison has `count` answers of the arm in this file."""
+    deadline = time.monotonic() + limit
+    while not rows.exists() or rows.read_text().count('"answered"') < count:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 LM_EVAL = """\

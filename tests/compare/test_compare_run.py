@@ -8,14 +8,13 @@ import secrets
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from checkpoint_fakes import SMOLLM2, write
-from compare_fakes import install_lm_eval
+from compare_fakes import install_lm_eval, wait_answered
 from fake_engine import install
 from guarded import KVGUARD
 from kvguard.compare.models import AGAIN, EAGER, REFERENCE
@@ -91,11 +90,7 @@ def test_a_killed_comparison_goes_on_where_it_was(place: Place) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 120
-    while not rows.exists() or rows.read_text().count('"answered"') < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_answered(process, rows, 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     first, before = (place.out / "arms/16bit.json").read_bytes(), rows.read_text().splitlines()[:3]
@@ -113,11 +108,7 @@ def test_a_stopped_comparison_says_so_and_goes_on(place: Place, number: signal.S
     rows, started = place.out / "arms/fp8_e4m3.jsonl", place.notes / "started"
     words = place.words("--tasks", "arithmetic,strings,conversation")
     process = subprocess.Popen(words, env=place.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not rows.exists() or rows.read_text().count('"answered"') < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_answered(process, rows, 2)
     engine = int(started.read_text().split()[0])
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
@@ -184,11 +175,7 @@ def test_a_killed_one_goes_on_on_the_backend_that_fp8_moved_to(place: Place) -> 
     rows = place.out / "arms/16bit@FLASHINFER.jsonl"
     env = {**place.env, "FAKE_VLLM_FAULTS": "fp8_moves_backend"}
     process = subprocess.Popen(place.words(), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not rows.exists() or rows.read_text().count('"answered"') < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_answered(process, rows, 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = rows.read_text().splitlines()[:3]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from compare_fakes import wait_answered
 from guarded import KVGUARD, SMALL, engine_environment
 from kvguard.compare.models import AGAIN, REFERENCE, WEAK, ArmFile
 from kvguard.compare.outcome import ArmResult, Outcome
@@ -192,11 +193,7 @@ def test_a_killed_comparison_goes_on(model: Path, engine_bin: Path, tmp_path: Pa
     rows = tmp_path / "out/arms/fp8_e4m3.jsonl"
     with environment() as env:
         process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        deadline = time.monotonic() + LIMIT
-        while not rows.exists() or rows.read_text().count('"answered"') < 3:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_answered(process, rows, 3, LIMIT)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         before = rows.read_text().splitlines()[:4]
