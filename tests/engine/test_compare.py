@@ -19,7 +19,7 @@ import pytest
 
 from compare_fakes import wait_answered
 from guarded import KVGUARD, SMALL, engine_environment
-from kvguard.compare.models import AGAIN, REFERENCE, WEAK, ArmFile
+from kvguard.compare.models import AGAIN, EAGER, REFERENCE, WEAK, ArmFile
 from kvguard.compare.outcome import ArmResult, Outcome
 from kvguard.compare.results import read_arm
 from kvguard.record.statement import Statement
@@ -235,3 +235,21 @@ def test_too_small_a_limit_is_truncation(model: Path, engine_bin: Path, tmp_path
     eight: Any = arm_of(outcome_of(tmp_path / "out"), "fp8_e4m3")
     assert eight.verdict == "cannot tell"
     assert "truncation, not loss" in eight.tasks[0].void
+
+
+@pytest.mark.long
+def test_production_adds_a_pair_with_graphs_and_compilation(model: Path, engine_bin: Path, tmp_path: Path) -> None:
+    options = ("--quick", "--production", "--tasks", "conversation,divergence", "--items", "4")
+    words = [word for word in command(model, engine_bin, tmp_path / "out", *options) if word != EAGER]
+    done = run(words)
+    print(done.stdout)
+    assert done.returncode == ExitCode.CLEAN, done.stderr[-3000:]
+    outcome = outcome_of(tmp_path / "out")
+    assert outcome.production is not None
+    for one, eager in ((outcome, True), (outcome.production, False)):
+        assert [EAGER in arm.command for arm in one.arms] == [eager] * 4
+        assert [arm.capacity.kv_tokens for arm in one.arms] == [46592, 93184, 93184, 46592]
+        weak, eight = (arm_of(one, name).divergence.decode.value for name in (WEAK, "fp8_e4m3"))
+        assert weak is not None
+        assert eight is not None
+        assert 0 < eight < weak / 5
