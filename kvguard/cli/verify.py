@@ -18,6 +18,7 @@ from kvguard.evidence.log import LogReader, read_log
 from kvguard.files import read_regular_file
 from kvguard.guard.outside import examine as examine_outside
 from kvguard.guard.outside import look
+from kvguard.guard.presence import is_strange, not_vllm
 from kvguard.policy.models import Policy
 from kvguard.policy.parse import load_policy
 from kvguard.verdict.checks import violates
@@ -76,6 +77,8 @@ async def examine(
                 f"{target}: no engine answers ({health.error}); required is the URL or the Unix socket of a running "
                 "vLLM server: check address, and that the engine has started"
             )
+        if is_strange(health.status) and not health.ok:
+            raise not_vllm(target, health.problem)
         if not health.ok:
             raise UsageError(f"{target}: /health answers {health.problem}; wait until the engine is healthy")
         seen = await look(client, checkpoint=checkpoint, given_bytes=given_bytes, log=log, env=env)

@@ -343,4 +343,5 @@ def _message(body: Json) -> str:
     if isinstance(body, dict):
         error = body.get("error", body.get("message", body.get("detail")))
         body = error.get("message") if isinstance(error, dict) else error
-    return " ".join(str(body or "no message").split())[:300]
+    text = " ".join(str(body or "no message").split())[:300]
+    return "an HTML page" if text.startswith("<") else text

@@ -23,13 +23,12 @@ from kvguard.engine.connectors import connectors_of
 from kvguard.engine.log_file import LogFile
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.log import LogReader
-from kvguard.files import printable
 from kvguard.guard.board import Board
 from kvguard.guard.drift import Drift
 from kvguard.guard.file_watch import Fingerprints, fingerprints, watch_files
 from kvguard.guard.last_words import write_last_words
 from kvguard.guard.outside import Outside, examine, look
-from kvguard.guard.presence import Presence
+from kvguard.guard.presence import Presence, is_strange, not_vllm
 from kvguard.guard.rewatch import DriftWatch, Verified
 from kvguard.guard.run_record import Known, drift_document, post_record, record_input
 from kvguard.guard.settings import Settings
@@ -164,12 +163,9 @@ class Attached:
         try:
             async with asyncio.timeout(limit):
                 while not (seen := await presence.look()).answers:
-                    strange = strange + 1 if seen.status is not None and seen.status < 500 and seen.status != 429 else 0
+                    strange = strange + 1 if is_strange(seen.status) else 0
                     if strange >= _STRANGE_ANSWERS and self._watch is None:
-                        raise UsageError(
-                            f"{printable(self._target.address)}: what answers there is not vLLM, whose /health says 200 or "
-                            f"503: {printable(seen.problem)}; required is a running vLLM server"
-                        )
+                        raise not_vllm(self._target.address, seen.problem)
                     if seen.problem and seen.problem != said:
                         log.info("waiting for the engine to be healthy", because=seen.problem)
                         said = seen.problem

@@ -8,10 +8,28 @@ from kvguard.engine.client import EngineClient, socket_path
 from kvguard.engine.peer import peer_of
 from kvguard.evidence import metrics as metrics_evidence
 from kvguard.evidence.metrics import Marks, MetricsPage
+from kvguard.files import printable
 from kvguard.vocabulary import Frozen, UsageError
 
 _GONE_AFTER = 2
 _DEAD_AFTER = 3
+
+
+_TOO_MANY = 429
+_SERVERS_FAULT = 500
+
+
+def is_strange(status: int | None) -> bool:
+    """Whether this answer to /health, other than 200, is one that vLLM never gives, and no proxy before it for a while."""
+    return status is not None and status < _SERVERS_FAULT and status != _TOO_MANY
+
+
+def not_vllm(address: str, problem: str) -> UsageError:
+    """The error for a server that answers /health so."""
+    return UsageError(
+        f"{printable(address)}: what answers there is not vLLM, whose /health says 200 or 503: {printable(problem)}; required "
+        "is a running vLLM server"
+    )
 
 
 class Seen(Frozen):

@@ -122,6 +122,8 @@ async def _probe_traffic(
     )
     board.shadow = shadow
     surface.set_tap(shadow.tap)
+    rules = settings.shadow_settings
+    log.info("shadow probes on", reference=reference.name, rate=rules.rate, engine_share=rules.engine_share)
     try:
         await shadow.run()
     finally:

@@ -160,7 +160,17 @@ def test_sources_that_cannot_be_read_are_noted(tmp_path: Path) -> None:
     assert "neither /version nor the log" in notes
 
 
-@pytest.mark.parametrize(("health", "words"), [((503, b"{}"), "/health answers HTTP 503"), (None, "no engine answers")])
+@pytest.mark.parametrize(
+    ("health", "words"),
+    [
+        ((503, b"{}"), "/health answers HTTP 503"),
+        (
+            (404, b"<html><body>nothing here</body></html>"),
+            "whose /health says 200 or 503: HTTP 404: an HTML page",
+        ),
+        (None, "no engine answers"),
+    ],
+)
 def test_an_engine_that_is_not_there(tmp_path: Path, health: tuple[int, bytes] | None, words: str) -> None:
     if health is None:
         _, _, error = run(str(tmp_path / "none.sock"))
