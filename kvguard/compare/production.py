@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvguard.compare.outcome import EAGER_ONLY, RANK, ArmResult, Outcome
+from kvguard.compare.table import aside
 from kvguard.vocabulary import PolicyRefusal
 
 DIRECTORY = "production"
@@ -33,4 +34,5 @@ def _worse(eager: ArmResult, production: ArmResult) -> ArmResult:
     both = (("eager", eager), ("graphs and compilation", production))
     verdict = min((str(arm.verdict) for _, arm in both), key=RANK.__getitem__)
     why = tuple(f"{mode}: {arm.verdict}: {reason}" for mode, arm in both for reason in arm.why)
-    return eager.model_copy(update={"verdict": verdict, "why": why})
+    findings = (*eager.findings, *(f"graphs and compilation: {told}" for told in aside(production)))
+    return eager.model_copy(update={"verdict": verdict, "why": why, "findings": findings})

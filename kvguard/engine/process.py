@@ -19,6 +19,7 @@ from kvguard.vocabulary import EngineFailed
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKER_ROUNDS = 75  # of 20 ms: how long the engine's resource tracker may take to clean up by itself
+_CLEAR_ROUNDS = 1000  # of 20 ms: a killed process gives back its gigabytes first, which takes seconds on a busy machine
 _STARTED: set[int] = set()  # children that we started ourselves and wait for
 _LIVE: set[int] = set()  # engines that were started and are not cleared yet
 _ADOPTS = threading.Event()  # set once every other child of ours is an orphan of the engine
@@ -124,7 +125,7 @@ class EngineProcess:
         """
         if self._cleared:
             return
-        for round_ in range(200):
+        for round_ in range(_CLEAR_ROUNDS):
             left = self._left()
             for pid in left if round_ >= _TRACKER_ROUNDS else (pid for pid in left if not _is_resource_tracker(pid)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):

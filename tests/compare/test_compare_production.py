@@ -36,9 +36,12 @@ def production(share: float = 1.0) -> Outcome:
 
 
 def test_both_free_is_free() -> None:
-    found = with_production(eager(), production())
+    served = production()
+    beside = served.arms[1].model_copy(update={"findings": ("a finding",)})
+    found = with_production(eager(), served.model_copy(update={"arms": (served.arms[0], beside, *served.arms[2:])}))
     assert found.arms[1].verdict == "free win"
     assert [reason[:30] for reason in found.arms[1].why] == ["eager: free win: every task's ", "graphs and compilation: free w"]
+    assert found.arms[1].findings == ("graphs and compilation: a finding",)
     assert EAGER_ONLY in eager().notes
     assert EAGER_ONLY not in found.notes
     assert below(Gate(), found) == ()
