@@ -170,7 +170,7 @@ MODELS = b'{"data": [{"id": "m", "owned_by": "%s"}]}'
         ({"/health": (302, b"")}, "whose /health says 200 or 503: HTTP 302"),
         (
             {"/version": NOTHING, "/v1/models": (200, b"<html>"), "/metrics": NOTHING},
-            "/version: HTTP 404: 404 page not found; /v1/models: HTTP 200 with a body that is not JSON: an HTML page; /metrics:",
+            "/version: HTTP 404: 404 page not found; /v1/models: HTTP 200 with a body that is not JSON: an HTML page; ",
         ),
         (
             {"/v1/models": (200, MODELS % b"tensorrt_llm"), "/metrics": (200, b"trtllm_requests 1\n")},
