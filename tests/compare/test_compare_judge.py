@@ -276,6 +276,21 @@ def test_a_loss_of_the_backend_alone_keeps_sixteen_bit_and_names_the_backend() -
     )
 
 
+def test_sixteen_bit_on_its_own_backend_diverges_by_its_decode_alone() -> None:
+    """It was forced over texts of its own, whose tokens are not the reference's."""
+    files = moved(right, right)
+    deltas = {"16bit@TRITON_ATTN": 0.02, "fp8_e4m3": 0.11, REFERENCE: 0.05, WEAK: 4.0, AGAIN: 0.02}
+    files = with_divergence(files, deltas)
+    longer = tuple(
+        row.model_copy(update={"logprobs": (*row.logprobs, -1.0), "top1": (*row.top1, 5)}) for row in files[2].forced
+    )
+    files[2] = files[2].model_copy(update={"forced": longer})
+    outcome = judge(files, RULES)
+    assert of(outcome, REFERENCE).divergence.decode.value == pytest.approx(0.05 * 1.1)
+    assert of(outcome, REFERENCE).divergence.forced.value is None
+    assert of(outcome).divergence.forced.value == pytest.approx((0.11 - 0.02) / 2)
+
+
 def test_truncation_of_sixteen_bit_on_its_own_backend_voids_the_task() -> None:
     files = moved(right, right)
     files[2] = arm(REFERENCE, MANY, finish="length", tokens=320)
