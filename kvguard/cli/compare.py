@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -41,6 +41,8 @@ from kvguard.guard.settings import Settings
 from kvguard.telemetry.logging import configure
 from kvguard.vocabulary import PolicyRefusal, UsageError
 
+_Compared = tuple[tuple[ArmFile, ...], list[str]]
+"""Finished arms of one mode, and what to note about them."""
 _STOPPED = 130
 _HARNESS = "lm-eval"
 _RUNNING = (
@@ -119,7 +121,9 @@ def compare(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rules = load_gate(gate) if gate is not None else Gate()
     extra = list(context.args)
-    compared: list[tuple[tuple[ArmFile, ...], list[str]]] = []
+    compared: Iterable[_Compared]
+    outcome: Outcome | None
+    paths: tuple[Path, ...]
     if from_files:
         _only_reporting(context)
         files = [*from_files, *map(Path, filter(None, [model])), *map(Path, extra)]
@@ -149,22 +153,15 @@ def compare(
             harness_command=harness_command(lm_eval_command, os.environ) if harness is not None else "",
         )
         place = out if out is not None else Path(f"kvguard-compare-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
-        wishes = [(wish, place)]
         if production:
-            wishes.append((replace(wish, production=True), place / PRODUCTION))
             arm_of(chosen[0], wish.base, os.environ, seed=seed, production=True)  # refused before any engine time
-        for one, directory in wishes:
-            finished, notes = run_with_progress(one, directory, engine_log)
-            if finished is None:
-                print(
-                    f"kvguard: stopped; the same command with --out {printable(str(place))} goes on from here", file=sys.stderr
-                )
-                raise typer.Exit(_STOPPED)
-            compared.append((finished, notes))
-    outcome, *production_outcomes = [judge(finished, rules.rules, notes) for finished, notes in compared]
-    for found in production_outcomes:
-        outcome = with_production(outcome, found)
-    paths = write_reports(outcome, place) if place is not None else ()
+        compared = _run(wish, production, place, engine_log)
+    outcome, paths = None, ()
+    for finished, notes in compared:  # the report of the first mode is there before the second is begun
+        found = judge(finished, rules.rules, notes)
+        outcome = with_production(outcome, found) if outcome is not None else found
+        paths = write_reports(outcome, place) if place is not None else ()
+    assert outcome is not None  # noqa: S101 (one mode is always there)
     if as_json:
         typer.echo(outcome.model_dump_json(indent=2))
     else:
@@ -173,6 +170,16 @@ def compare(
             print(f"written   {path}")
     if gate is not None and (missed := below(rules, outcome)):
         raise PolicyRefusal(f"gate {gate}: {'; '.join(missed)}")
+
+
+def _run(wish: Wish, production: bool, out: Path, engine_log: Path | None) -> Iterator[_Compared]:
+    """Run the eager arms, and then those with graphs and compilation; ends kvguard with 130 when it was stopped before."""
+    for one, place in ((wish, out), (replace(wish, production=True), out / PRODUCTION))[: 1 + production]:
+        finished, notes = run_with_progress(one, place, engine_log)
+        if finished is None:
+            print(f"kvguard: stopped; the same command with --out {printable(str(out))} goes on from here", file=sys.stderr)
+            raise typer.Exit(_STOPPED)
+        yield finished, notes
 
 
 def _words(line: str) -> list[str]:

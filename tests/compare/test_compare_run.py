@@ -229,6 +229,22 @@ def test_production_can_be_added_to_a_finished_comparison(place: Place) -> None:
     assert len(list(place.out.glob("production/arms/*.json"))) == 3
 
 
+def test_stopped_in_its_second_half_it_has_the_report_of_the_first_and_goes_on(place: Place) -> None:
+    rows = place.out / "production/arms/16bit.jsonl"
+    words = place.words("--production")
+    process = subprocess.Popen(words, env=place.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_answered(process, rows, 2, 240)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == f"kvguard: stopped; the same command with --out {place.out} goes on from here"
+    assert Outcome.model_validate_json((place.out / "report.json").read_text()).production is None
+    before = rows.read_text().splitlines()
+    assert place.run("--production").returncode == ExitCode.CLEAN
+    assert rows.read_text().splitlines()[: len(before)] == before
+    assert Outcome.model_validate_json((place.out / "report.json").read_text()).production is not None
+
+
 def test_an_eager_command_has_no_production_pair(place: Place) -> None:
     done = place.run("--production", "--", "--enforce-eager")
     assert done.returncode == ExitCode.USAGE
