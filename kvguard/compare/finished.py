@@ -17,17 +17,21 @@ def read_arms(paths: Sequence[Path]) -> tuple[tuple[ArmFile, ...], ...]:
     """
     arms = [read_arm(path) for path in paths]
     eager = [arm for arm in arms if EAGER in arm.command]
-    return tuple(_checked(some) for some in (eager, [arm for arm in arms if EAGER not in arm.command]) if some)
+    compiled = [arm for arm in arms if EAGER not in arm.command]
+    both = bool(eager and compiled)
+    modes = ((eager, "eager"), (compiled, "with graphs and compilation"))
+    return tuple(_checked(some, f" among the arms that ran {mode}" if both else "") for some, mode in modes if some)
 
 
-def _checked(arms: Sequence[ArmFile]) -> tuple[ArmFile, ...]:
+def _checked(arms: Sequence[ArmFile], where: str) -> tuple[ArmFile, ...]:
     names = [arm.arm for arm in arms]
     if len(set(names)) != len(names):
         raise UsageError(f"--from: arm {next(name for name in names if names.count(name) > 1)!r} is given twice")
     sixteen = [arm for arm in arms if is_sixteen_bit(arm.arm)]
     others = [arm for arm in arms if arm not in sixteen and arm.arm not in CONTROLS]
     if len(sixteen) not in (1, 2) or not others:
-        raise UsageError(f"--from: required are the 16bit arm and at least one other; found {', '.join(names)}")
+        found = ", ".join(names)
+        raise UsageError(f"--from: required are the 16bit arm and at least one quantized one{where}; found {found}")
     return in_order(arms)
 
 

@@ -311,7 +311,7 @@ def test_finished_arms_are_read_in_order(tmp_path: Path) -> None:
     assert read_arm(paths[0]) == arms(plan(items=3), lambda place: 1.0)[3]
     with pytest.raises(UsageError, match="'16bit' is given twice"):
         read_arms([*paths, paths[-1]])
-    with pytest.raises(UsageError, match="required are the 16bit arm and at least one other"):
+    with pytest.raises(UsageError, match="required are the 16bit arm and at least one quantized one"):
         read_arms(paths[:2])
 
 

@@ -16,7 +16,7 @@ from kvguard.compare.outcome import EAGER_ONLY, Outcome, Rules
 from kvguard.compare.page import page
 from kvguard.compare.production import with_production
 from kvguard.compare.results import file_stem
-from kvguard.vocabulary import PolicyRefusal
+from kvguard.vocabulary import PolicyRefusal, UsageError
 
 MANY = plan(items=400)
 COMPILED = ("vllm", "serve", "models/small")
@@ -84,3 +84,5 @@ def test_files_of_both_modes_are_told_apart_by_their_commands(tmp_path: Path) ->
     assert [[one.arm for one in group] for group in found] == [[REFERENCE, "fp8_e4m3", WEAK, AGAIN]] * 2
     assert [group[0].command == COMPILED for group in found] == [False, True]
     assert len(read_arms(paths[4:])) == 1
+    with pytest.raises(UsageError, match="quantized one among the arms that ran with graphs and compilation; found 16bit"):
+        read_arms(paths[:5])
