@@ -236,9 +236,10 @@ def run_with_progress(wish: Wish, out: Path, engine_log: Path | None) -> tuple[t
             bar.update(within, completed=done)
 
         def arm_told(name: str, done: int, total: int) -> None:
-            bar.update(of_arms, description=f"arm {name}" if name else "arms", completed=done, total=total)
+            label = f"arm {name}{' with graphs and compilation' if wish.production else ''}" if name else "arms"
+            bar.update(of_arms, description=label, completed=done, total=total)
             if name and not console.is_terminal:
-                console.print(f"kvguard: arm {name}, {done + 1} of {total}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"kvguard: {label}, {done + 1} of {total}", markup=False, highlight=False, soft_wrap=True)
 
         comparison = Comparison(
             wish,

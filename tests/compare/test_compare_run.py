@@ -216,6 +216,8 @@ def test_production_adds_a_pair_with_graphs_and_compilation(place: Place) -> Non
     assert [reason.partition(":")[0] for reason in outcome.arms[1].why] == ["eager", "graphs and compilation"]
     assert not any("--production" in note for note in outcome.notes)
     assert "With graphs and compilation, as served in production" in done.stdout
+    assert "kvguard: arm fp8_e4m3, 2 of 3\n" in done.stderr
+    assert "kvguard: arm fp8_e4m3 with graphs and compilation, 2 of 3\n" in done.stderr
     files = sorted(str(path) for path in place.out.glob("**/arms/*.json"))
     again = subprocess.run([KVGUARD, "compare", "--json", "--from", *files], capture_output=True, text=True, check=False)
     assert json.loads(again.stdout)["production"]["plan_digest"] == outcome.plan_digest
