@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,6 +68,8 @@ def calibrate(
 
     Example: kvguard calibrate MODEL --prompts prompts.txt -- --max-model-len 8192
     """
+    # A calibration that was stopped has no result: never exit code 0, which a script would take for one.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     configure()
     flags = list(context.args)
     if flags and not flags[0].startswith("-"):

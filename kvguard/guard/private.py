@@ -52,8 +52,10 @@ def run_privately(
 ) -> int:
     """Live this engine's life until `work` is done or a signal comes; returns the guard's exit code.
 
-    The engine's own output goes to the two descriptors of `outputs`. Signal handlers are put back as they were.
+    The engine's own output goes to the two descriptors of `outputs`. Signal handlers are put back as they were, and get a
+    signal that came once the guard had ended: asyncio alone would leave SIGTERM deadly while the rest is cleared away.
     """
+    late: list[int] = []
 
     async def live(run_directory: RunDirectory) -> int:
         plan = plan_for(prepared, run_directory, env, colour=False)
@@ -75,7 +77,12 @@ def run_privately(
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, guard.request_stop)
-        return await guard.run()
+        try:
+            return await guard.run()
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+                signal.signal(number, lambda number, _: late.append(number))
 
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -84,3 +91,5 @@ def run_privately(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        if late:
+            signal.raise_signal(late[0])
