@@ -194,7 +194,8 @@ class Comparison:
                 return None
         finally:
             rows.close()
-        write_whole(self._path(arm, "json"), made[0].model_dump_json(indent=1) + "\n")
+            for whole in made:  # also where a signal came while the engine of a finished arm was ended
+                write_whole(self._path(arm, "json"), whole.model_dump_json(indent=1) + "\n")
         return made[0]
 
     async def _ask(self, arm: Arm, proven: Proven, rows: Rows) -> ArmFile:

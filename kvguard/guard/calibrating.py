@@ -102,7 +102,12 @@ def calibrate(
         )
         measured.append(found)
 
-    code = run_privately(prepared, SIXTEEN_BIT, words, env, settings, Board(Gate()), work, outputs)
+    try:
+        code = run_privately(prepared, SIXTEEN_BIT, words, env, settings, Board(Gate()), work, outputs)
+    except KeyboardInterrupt:
+        if not measured:
+            raise
+        code = ExitCode.CLEAN  # stopped while the engine was ended: all was measured
     if code != ExitCode.CLEAN or not measured:
         return code
     texts: dict[str, Json] = {"digest": prompts.digest, "texts": len(prompts.prompts), "of": "texts"}

@@ -52,10 +52,11 @@ def run_privately(
 ) -> int:
     """Live this engine's life until `work` is done or a signal comes; returns the guard's exit code.
 
-    The engine's own output goes to the two descriptors of `outputs`. Signal handlers are put back as they were, and get a
-    signal that came once the guard had ended: asyncio alone would leave SIGTERM deadly while the rest is cleared away.
+    The engine's own output goes to the two descriptors of `outputs`. A signal stops the engine; signal handlers are then put
+    back as they were and get that signal, so that it also stops what would come next, whenever it came. (asyncio alone would
+    leave SIGTERM deadly while the rest is cleared away.)
     """
-    late: list[int] = []
+    came: list[int] = []
 
     async def live(run_directory: RunDirectory) -> int:
         plan = plan_for(prepared, run_directory, env, colour=False)
@@ -75,14 +76,19 @@ def run_privately(
             outputs=outputs,
         )
         loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            came.append(number)
+            guard.request_stop()
+
         for number in _SIGNALS:
-            loop.add_signal_handler(number, guard.request_stop)
+            loop.add_signal_handler(number, stop, number)
         try:
             return await guard.run()
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-                signal.signal(number, lambda number, _: late.append(number))
+                signal.signal(number, lambda number, _: came.append(number))
 
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -91,5 +97,5 @@ def run_privately(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if late:
-            signal.raise_signal(late[0])
+        if came:
+            signal.raise_signal(came[0])

@@ -48,7 +48,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, guard: type) -> int:
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", private._SIGNALS)
-def test_a_signal_asks_the_guard_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_asks_the_guard_to_stop_and_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
     class Stopped:
         def __init__(self, *_: Any, **__: Any) -> None:
             self.asked = False
@@ -60,9 +62,13 @@ def test_a_signal_asks_the_guard_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_pa
             os.kill(os.getpid(), number)
             while not self.asked:
                 await private.asyncio.sleep(0)
-            return 7
+            ended.append(self)
+            return 0
 
-    assert run(monkeypatch, tmp_path, Stopped) == 7
+    ended: list[Stopped] = []
+    with pytest.raises(KeyboardInterrupt):  # what would come next is stopped as well
+        run(monkeypatch, tmp_path, Stopped)
+    assert len(ended) == 1
     assert signal.getsignal(number) is signal.default_int_handler
 
 
