@@ -9,14 +9,17 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from kvguard.compare.models import HARNESS, ArmFile, Plan
+from kvguard.compare.models import CONTROLS, HARNESS, REFERENCE, ArmFile, Plan
 from kvguard.compare.planning import REASONING, digest_of, text_id
 from kvguard.files import printable
 from kvguard.record.statement import Statement
 from kvguard.record.store import parse_record
-from kvguard.vocabulary import UsageError
+from kvguard.vocabulary import UsageError, canonical_dtype
 
 T = TypeVar("T", bound=Hashable)
+
+_OF_THE_CACHE = ("dtype", "scales", "confidence", "kv_bytes", "kv_tokens", "bytes_per_token", "attention_backends")
+"""What a report says of an arm's cache."""
 
 
 def check_arm(arm: ArmFile, name: str) -> None:
@@ -34,10 +37,13 @@ def check_arm(arm: ArmFile, name: str) -> None:
         raise UsageError(f"{where}: record: not a run record ({type(error).__name__})") from None
     if record["predicate"]["content_digest"] != arm.record_digest:
         raise UsageError(f"{where}: record_digest: {printable(arm.record_digest)!r} is not its record's")
-    for key in ("dtype", "scales", "confidence"):
+    for key in _OF_THE_CACHE:
         said, found = getattr(arm.effective, key), getattr(effective, key)
         if said != found:
             raise UsageError(f"{where}: effective.{key}: {printable(str(said))!r}, its record shows {found!s}")
+    named = arm.arm.partition("=")[0].partition("@")[0]
+    if arm.arm not in CONTROLS and named != REFERENCE and canonical_dtype(named) != effective.dtype:
+        raise UsageError(f"{where}: arm: {printable(arm.arm)!r}, its record shows {effective.dtype}")
     if digest_of(arm.plan) != arm.plan.digest:
         raise UsageError(f"{where}: plan: was changed after it was written")
     _check_rows(arm, where)

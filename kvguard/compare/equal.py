@@ -124,9 +124,13 @@ def _harness(arm: ArmFile) -> tuple[str, str] | None:
     return (arm.harnessed.version, arm.harnessed.digest) if arm.harnessed else None
 
 
-def identical_share(arm: ArmFile, reference: ArmFile) -> tuple[int, int]:
-    """(outputs that are equal letter for letter, outputs), over answers, continuations and teacher-forced logprobs."""
-    theirs = {(row.task, row.item, row.sample): row.text for row in reference.scored_answers if not row.problem}
+def identical_share(arm: ArmFile, reference: ArmFile, *, whole: bool = False) -> tuple[int, int]:
+    """(outputs that are equal letter for letter, outputs), over answers, continuations and teacher-forced logprobs.
+
+    `whole` leaves out answers that ended by their length: the first words of two answers are often the same.
+    """
+    rows = [row for row in reference.scored_answers if not row.problem and not (whole and row.finish == "length")]
+    theirs = {(row.task, row.item, row.sample): row.text for row in rows}
     pairs: list[tuple[Any, Any]] = [
         (row.text, theirs[key])
         for row in arm.scored_answers
@@ -141,7 +145,7 @@ def identical_share(arm: ArmFile, reference: ArmFile) -> tuple[int, int]:
 
 def check_outputs(arm: ArmFile, reference: ArmFile) -> None:
     """Not all outputs are identical: that would be one cache twice, not a cache without loss."""
-    same, total = identical_share(arm, reference)
+    same, total = identical_share(arm, reference, whole=True)
     if total and same == total:
         raise PolicyRefusal(
             f"arms {reference.arm} and {arm.arm}: all {total} outputs are identical, which a quantized cache does not do; "

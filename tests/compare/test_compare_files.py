@@ -343,6 +343,16 @@ WRONG: dict[str, tuple[Callable[[ArmFile], ArmFile], str]] = {
         lambda one: changed(one, effective=one.effective.model_copy(update={"dtype": "bfloat16"})),
         "effective.dtype: 'bfloat16', its record shows fp8_e4m3",
     ),
+    "another capacity": (
+        lambda one: changed(one, effective=one.effective.model_copy(update={"kv_tokens": 999_999})),
+        "effective.kv_tokens: '999999', its record shows 93184",
+    ),
+    "another size": (
+        lambda one: changed(one, effective=one.effective.model_copy(update={"bytes_per_token": 1.0})),
+        "effective.bytes_per_token: '1.0', its record shows",
+    ),
+    "another arm's name": (lambda one: changed(one, arm="fp8_e5m2"), "arm: 'fp8_e5m2', its record shows fp8_e4m3"),
+    "a path for a name": (lambda one: changed(one, arm="../../x"), "arm: '../../x', its record shows fp8_e4m3"),
     "a changed plan": (lambda one: changed(one, plan=one.plan.model_copy(update={"seed": 5})), "plan: was changed"),
     "an answer missing": (lambda one: changed(one, answers=one.answers[:-1]), "answers: 1 of 3 are missing"),
     "an answer twice": (lambda one: changed(one, answers=(*one.answers, one.answers[0])), "stands twice"),

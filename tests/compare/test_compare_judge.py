@@ -212,6 +212,16 @@ def test_identical_outputs_are_invalid_and_not_free_of_loss() -> None:
         judge(files, RULES)
 
 
+def test_answers_that_are_cut_may_be_identical_and_are_truncation() -> None:
+    """The first words of two answers are often the same."""
+    asked = plan(items=30)
+    short = asked.model_copy(update={"items": tuple(item.model_copy(update={"max_tokens": 2}) for item in asked.items)})
+    files = [arm(one.arm, short, text="the same", finish="length", tokens=2) for one in arms(asked, right)]
+    result = of(judge(files, RULES))
+    assert result.verdict == "cannot tell"
+    assert "truncation, not loss" in result.why[0]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
