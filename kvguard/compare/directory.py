@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,18 @@ def claim(out: Path, options: Mapping[str, Any]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def refuse_foreign(out: Path, reports: Collection[str]) -> None:
+    """Raises UsageError where a report (files of these names) would stand among, or replace, what is no comparison's."""
+    try:
+        found = set(os.listdir(out))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"--out {printable(str(out))}: cannot be used: {error.strerror or error}") from None
+    if found and _WISH not in found and found != set(reports):
+        raise UsageError(f"--out {printable(str(out))}: neither empty nor of a comparison; give another")
 
 
 def _lock(descriptor: int, name: str) -> None:

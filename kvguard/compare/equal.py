@@ -49,7 +49,10 @@ def check_pinned(name: str, effective: Effective) -> None:
     required = name.partition("@")[2]
     if required and effective.attention_backends != (required,):
         found = ", ".join(effective.attention_backends) or "unknown"
-        raise PolicyRefusal(f"arm {name}: required is attention backend {required}, its record shows {found}")
+        raise PolicyRefusal(
+            f"arm {name}: required is attention backend {required}, its record shows {found}; pin one that this vLLM takes, "
+            f"for all arms: --arms {REFERENCE}@BACKEND,…"
+        )
 
 
 def moved_backend(effective: Effective, reference_name: str, reference: Effective) -> str:

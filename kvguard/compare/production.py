@@ -16,7 +16,8 @@ def with_production(eager: Outcome, production: Outcome) -> Outcome:
         ours, theirs = getattr(eager, what), getattr(production, what)
         if ours != theirs:
             raise PolicyRefusal(
-                f"eager arms and those with graphs and compilation differ in their {what} ({ours}, there {theirs})"
+                f"eager arms and those with graphs and compilation differ in their {what} ({ours}, there {theirs}); "
+                "give arms of one comparison"
             )
     judged = {arm.arm: arm for arm in production.arms if arm.verdict is not None}
     if alone := {arm.arm for arm in eager.arms if arm.verdict is not None} ^ judged.keys():

@@ -18,6 +18,7 @@ from kvguard.compare.outcome import Outcome, Rules
 from kvguard.compare.page import page
 from kvguard.compare.production import with_production
 from kvguard.compare.reports import NAMES, write_reports
+from kvguard.vocabulary import UsageError
 
 EVIL = "<script>alert(1)</script>\"'&|`[x](y)\n# h"
 ALL = ("retrieval", "arithmetic", "strings", "conversation")
@@ -105,6 +106,20 @@ def test_reports_are_written_and_json_reads_back(tmp_path: Path) -> None:
     assert [path.name for path in paths] == list(NAMES)
     assert Outcome.model_validate_json(paths[0].read_text()) == found
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o644}
+
+
+def test_a_report_replaces_nothing_of_somebody_else(tmp_path: Path) -> None:
+    """A report's own place, and a comparison's, may be written again."""
+    found = outcome()
+    write_reports(found, tmp_path / "new")
+    write_reports(found, tmp_path / "new")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/report.md").write_text("my thesis")
+    with pytest.raises(UsageError, match="mine: neither empty nor of a comparison; give another"):
+        write_reports(found, tmp_path / "mine")
+    assert (tmp_path / "mine/report.md").read_text() == "my thesis"
+    (tmp_path / "mine/wish.json").write_text("{}")
+    write_reports(found, tmp_path / "mine")
 
 
 def test_reports_hold_no_prompt_and_no_answer() -> None:

@@ -18,6 +18,16 @@ from kvguard.guard.gate import Gate
 from kvguard.guard.settings import Settings
 
 
+class Stub:
+    """A guard whose life is the test's."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.asked = False
+
+    def request_stop(self) -> None:
+        self.asked = True
+
+
 class Plan:
     files: dict[str, bytes] = {}  # noqa: RUF012 (nothing is written to it)
 
@@ -51,13 +61,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, guard: type) -> int:
 def test_a_signal_asks_the_guard_to_stop_and_is_passed_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    class Stopped:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            self.asked = False
-
-        def request_stop(self) -> None:
-            self.asked = True
-
+    class Stopped(Stub):
         async def run(self) -> int:
             os.kill(os.getpid(), number)
             while not self.asked:
@@ -79,11 +83,7 @@ def test_a_signal_while_the_rest_is_cleared_away_is_not_lost_and_leaves_nothing(
 ) -> None:
     """It would have ended the process with the run directory half removed, and without an exit code of ours."""
 
-    class Ended:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def request_stop(self) -> None: ...
-
+    class Ended(Stub):
         async def run(self) -> int:
             return 0
 
